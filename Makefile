@@ -1,0 +1,71 @@
+# `make demo` and `make test` are all a newcomer needs; `make check` is what a change must pass before it is tested.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard protos/draftwire/v1/*.proto)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
+SOURCES := draftwire target_service draft_service client tests benchmarks
+
+.PHONY: demo test check unit bench soak protos check-protos format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/draftwire demo
+
+test: $(VENV)/.dev
+	$(BIN)/draftwire models pull smollm2-135m
+	$(MAKE) check
+	@echo "== laws, bit for bit, on tiny models (reference BLAS, a process of its own)"
+	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact
+	@echo "== everything else"
+	$(BIN)/python -m pytest -q -m "not exact"
+
+check: $(VENV)/.dev check-protos
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# make bench: lists the benchmarks. make bench NAME=lookup: runs one (see benchmarks/README.md).
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks $(NAME)
+
+protos: $(VENV)/.dev
+	cd protos && ../$(BIN)/buf format -w
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. \
+	  --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+
+# Lint, format, compatibility with the released contract, and stubs that are what the protos give.
+check-protos: $(VENV)/.dev
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format -d --exit-code && ../$(BIN)/buf breaking --against released.binpb
+	rm -rf build/protos && mkdir -p build/protos
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=build/protos \
+	  --grpc_python_out=build/protos --mypy_out=quiet:build/protos --mypy_grpc_out=quiet:build/protos $(PROTOS)
+	@for file in build/protos/draftwire/v1/*; do \
+	  cmp "$$file" "draftwire/v1/$$(basename $$file)" || { echo "stale stubs: run 'make protos'"; exit 1; }; done
+	@echo "protos: clean, compatible, stubs up to date"
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/bin/python:
+	@echo "== making a virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --upgrade pip
+
+# On Linux mlx needs a backend: the CPU one, unless DRAFTWIRE_EXTRA=cuda says otherwise.
+EXTRA := $(if $(filter Darwin,$(shell uname -s)),,$(or $(DRAFTWIRE_EXTRA),cpu),)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing draftwire (target, draft$(if $(EXTRA),$(strip , $(EXTRA))))"
+	$(PIP) --editable ".[target,draft$(if $(EXTRA),$(strip ,$(EXTRA)))]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== installing the tools for tests"
+	$(PIP) --editable ".[target,draft,dev$(if $(EXTRA),$(strip ,$(EXTRA)))]"
+	@touch $@

@@ -1,0 +1,67 @@
+"""Settings that both services have: each is a flag and an environment variable DRAFTWIRE_..., parsed once at `__main__`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ServiceSettings(BaseSettings):
+    """What the target service and the draft service are told alike."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DRAFTWIRE_",
+        frozen=True,
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        protected_namespaces=(),
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Threads of the BLAS on a CPU; all cores when absent."
+    )
+    blas: Literal["auto", "openblas", "reference"] = Field(
+        "auto", description="BLAS on a Linux CPU; 'reference' is slow but sums alike for any number of rows."
+    )
+    dtype: Literal["auto", "float32", "as-stored"] = Field(
+        "auto", description="Number format of the weights; 'auto' is float32 on a CPU, as stored elsewhere."
+    )
+    drain_s: Seconds = Field(20.0, description="Time that running requests get to finish after SIGTERM, in seconds.")
+    watchdog_s: Seconds = Field(
+        60.0, description="A computation that takes longer than this turns health to NOT_SERVING, in seconds."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="'auto' is for people on a terminal and JSON elsewhere."
+    )
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def parse(cls: type[S], argv: Sequence[str], *, program: str) -> S:
+    """Settings from flags, then environment, then defaults. Prints the faults and exits with 2 when one is bad."""
+    if "--version" in argv:
+        print(f"{program} {version('draftwire')}")
+        sys.exit(0)
+    source: CliSettingsSource[Any] = CliSettingsSource(cls, cli_prog_name=program, cli_parse_args=False)
+    try:
+        return CliApp.run(cls, cli_args=list(argv), cli_settings_source=source)
+    except ValidationError as error:
+        for fault in error.errors():
+            name = str(fault["loc"][0]) if fault["loc"] else ""
+            flag, variable = f"--{name.replace('_', '-')}", f"DRAFTWIRE_{name.upper()}"
+            print(f"{program}: {flag} (or {variable}) = {fault['input']!r}: {fault['msg']}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""Conversions at the edge: errors to statuses and back, durations, and the prefix hash of the draft contract."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections.abc import Sequence
+from sys import byteorder
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from draftwire.errors import DraftwireError, FieldViolation, InvalidRequest, error_class
+
+PROTOCOL_VERSION = 1
+ERROR_DOMAIN = "draftwire.v1"
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+
+# gRPC's metadata limit is 8 KiB: above it, the client sees RESOURCE_EXHAUSTED instead of the error itself.
+_MAX_VIOLATIONS = 16
+_MAX_DETAIL_CHARS = 2048
+
+
+def prefix_hash(ids: Sequence[int], so_far: int = 0) -> int:
+    """CRC-32 of ids as little-endian uint32, continuing `so_far` (the hash of all ids before these)."""
+    words = array("I", ids)
+    if byteorder == "big":
+        words.byteswap()
+    return zlib.crc32(words.tobytes(), so_far)
+
+
+def to_duration(seconds: float) -> Duration:
+    """Seconds (>= 0) as a protobuf Duration."""
+    whole = math.floor(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+
+
+def to_seconds(duration: Duration) -> float:
+    """A protobuf Duration as seconds."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def shortened(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
+    """At most 16 violations and 2 KiB of text; the last one then says how many were left out."""
+    kept: list[FieldViolation] = []
+    chars = 0
+    for index, violation in enumerate(violations):
+        short = FieldViolation(violation.field[:200], violation.description[:500])
+        chars += len(short.field.encode()) + len(short.description.encode())
+        if index == _MAX_VIOLATIONS or chars > _MAX_DETAIL_CHARS:
+            kept.append(FieldViolation("", f"and {len(violations) - index} more"))
+            break
+        kept.append(short)
+    return kept
+
+
+def to_status(error: DraftwireError) -> rpc_status._Status:
+    """The gRPC status of an error, with ErrorInfo, BadRequest and RetryInfo as they apply."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason, domain=ERROR_DOMAIN, metadata={k: v[:200] for k, v in error.metadata.items()}
+    )
+    details = [_packed(info)]
+    if error.violations:
+        bad = error_details_pb2.BadRequest()
+        for violation in shortened(error.violations):
+            bad.field_violations.add(field=violation.field, description=violation.description)
+        details.append(_packed(bad))
+    if error.retry_after_s is not None:
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after_s))))
+    number = code_pb2.Code.Value(error.code.name)
+    status = status_pb2.Status(code=number, message=error.message[:1024], details=details)
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.RpcError) -> DraftwireError:
+    """The typed error behind a failed call, with whatever details arrived."""
+    code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
+    text = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or str(code.name)
+    reason: str | None = None
+    metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
+    violations: list[FieldViolation] = []
+    for detail in _details(error):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            violations = [FieldViolation(v.field, v.description) for v in bad.field_violations]
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = to_seconds(retry.retry_delay)
+    cls = error_class(code)
+    if cls is DraftwireError:
+        reason = reason or code.name
+    return cls(text, reason=reason, metadata=metadata, retry_after_s=retry_after_s, violations=violations)
+
+
+def invalid(field: str, description: str, *, reason: str | None = None) -> InvalidRequest:
+    """The error for a single bad field."""
+    return InvalidRequest(f"{field}: {description}", reason=reason, violations=[FieldViolation(field, description)])
+
+
+def _packed(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> AnyProto:
+    packed = AnyProto()
+    packed.Pack(message)
+    return packed
+
+
+def _details(error: grpc.RpcError) -> Sequence[AnyProto]:
+    """The google.rpc details of a failed call. A status that a proxy mangled has none: the code still tells."""
+    for key, value in _trailing_metadata(error):
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            try:
+                return list(status_pb2.Status.FromString(value).details)
+            except DecodeError:
+                return []
+    return []
+
+
+def _trailing_metadata(error: grpc.RpcError) -> list[tuple[str, str | bytes]]:
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return []
+    return [(str(key), value) for key, value in (error.trailing_metadata() or ())]
