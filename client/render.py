@@ -1,0 +1,174 @@
+"""Shows an answer while it arrives: text with accepted drafts marked, or JSON lines; and its statistics in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from itertools import groupby
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from draftwire.errors import DraftwireError
+from draftwire.events import Chunk, Event, Finished, Started
+
+Detokenize = Callable[[Sequence[int]], str]
+# What the model writes may not steer the terminal: control characters other than newline and tab.
+_HARMLESS = {code: 0xFFFD for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+class Mark(StrEnum):
+    """How accepted drafts are told apart."""
+
+    NONE = "none"
+    TINT = "tint"
+    BRACKETS = "brackets"
+
+
+def split_by_draft(chunk: Chunk, detokenize: Detokenize) -> Iterator[tuple[str, bool]]:
+    """The text of a chunk in runs of (text, from_draft), which joined are `chunk.text`.
+
+    The contract gives one text a chunk, so the ids of each run but the last are turned into text again. Where that text
+    does not fit (a character across two runs), the run gets as much of it as does.
+    """
+    runs = [(drafted, len(list(tokens))) for drafted, tokens in groupby(token.from_draft for token in chunk.tokens)]
+    ids = [token.id for token in chunk.tokens]
+    begin = end = 0
+    for drafted, count in runs[:-1]:
+        end += count
+        head = detokenize(ids[:end])
+        cut = max(begin, _common(head, chunk.text))
+        yield chunk.text[begin:cut], drafted
+        begin = cut
+    yield chunk.text[begin:], bool(runs) and runs[-1][0]
+
+
+def _common(left: str, right: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+class TextView:
+    """Writes text to a console as it arrives."""
+
+    def __init__(self, console: Console, mark: Mark, detokenize: Detokenize) -> None:
+        self._console = console
+        self._mark = mark
+        self._detokenize = detokenize
+        self._ends_line = True
+
+    def show(self, event: Event) -> None:
+        """Writes the text of a chunk; other events have none."""
+        if not isinstance(event, Chunk) or not event.text:
+            return
+        self._ends_line = event.text.endswith("\n")
+        if not self._console.is_terminal and self._mark is Mark.NONE:
+            self._console.file.write(event.text)  # byte for byte what the model wrote
+        else:
+            for text, drafted in self._runs(event):
+                self._write(text.translate(_HARMLESS), drafted)
+        self._console.file.flush()
+
+    def close(self) -> None:
+        """Ends the line."""
+        if not self._ends_line:
+            self._console.file.write("\n")
+            self._console.file.flush()
+
+    def _runs(self, chunk: Chunk) -> Iterator[tuple[str, bool]]:
+        if self._mark is Mark.NONE:
+            yield chunk.text, False
+            return
+        try:
+            yield from list(split_by_draft(chunk, self._detokenize))
+        except DraftwireError:
+            # The marks are an ornament: the text goes on without them.
+            self._mark = Mark.NONE
+            yield chunk.text, False
+
+    def _write(self, text: str, drafted: bool) -> None:
+        if not text:
+            return
+        if drafted and self._mark is Mark.BRACKETS:
+            text = f"[{text}]"
+        style = "green" if drafted and self._mark is Mark.TINT else ""
+        self._console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+class JsonView:
+    """Writes each event as one line of JSON."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def show(self, event: Event) -> None:
+        """Writes the event with its kind under `event`."""
+        line = json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, ensure_ascii=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class Tally:
+    """Counts what has been seen of an answer, for when its last event never comes."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._tokens = 0
+        self._drafted = 0
+        self.finished: Finished | None = None
+        self.parts: list[str] = []
+
+    def see(self, event: Event) -> None:
+        """Counts an event."""
+        match event:
+            case Started():
+                pass
+            case Chunk():
+                self._tokens += len(event.tokens)
+                self._drafted += sum(token.from_draft for token in event.tokens)
+                self.parts.append(event.text)
+            case Finished():
+                self.finished = event
+
+    def line(self) -> str:
+        """The statistics that there are."""
+        if self.finished is not None:
+            return statistics(self.finished)
+        elapsed_s = time.monotonic() - self._begin_s
+        return f"interrupted after {self._tokens} tokens in {elapsed_s:.2f} s, {self._drafted} of them accepted drafts"
+
+
+def statistics(finished: Finished) -> str:
+    """One line: tokens, speed, drafts or why there were none, and the reason of the end."""
+    usage, timings, drafts = finished.usage, finished.timings, finished.speculation
+    parts = [
+        f"{usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tok/s",
+        f"first after {timings.time_to_first_token_s:.2f} s (prompt {usage.prompt_tokens}, cached {usage.cached_tokens})",
+    ]
+    if drafts.num_draft_tokens:
+        parts.append(
+            f"drafted {drafts.num_draft_tokens}, accepted {drafts.num_accepted_draft_tokens} "
+            f"({drafts.draft_acceptance_rate:.0%}), {drafts.mean_acceptance_length:.2f} tokens a speculative round"
+        )
+    else:
+        reason = finished.no_draft_reason.value.replace("_", " ") if finished.no_draft_reason else "no reason given"
+        parts.append(f"no drafts: {reason}")
+    parts.append(f"end: {finished.finish_reason.value.replace('_', ' ')}")
+    return "; ".join(parts)
+
+
+def mark_for(console: Console, tint: bool) -> Mark:
+    """Tint where the console has colours and the user wants them."""
+    return Mark.TINT if tint and console.is_terminal and not console.no_color else Mark.NONE
+
+
+def view_for(console: Console, mark: Mark, as_json: bool, detokenize: Detokenize) -> TextView | JsonView:
+    """How to show an answer."""
+    return JsonView(sys.stdout) if as_json else TextView(console, mark, detokenize)

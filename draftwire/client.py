@@ -1,0 +1,205 @@
+"""The blocking client of a target service, on gRPC's sync stack. Safe to share between threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from draftwire import parse, request
+from draftwire.channels import DEFAULT_UNARY_TIMEOUT_S, READY_POLL_S, TLS, Endpoint, closed_client, not_ready
+from draftwire.errors import DeadlineExceeded, NotFound, Unavailable
+from draftwire.events import Completion, Drafter, Event, Finished, Health, ModelInfo, Started
+from draftwire.request import GenerateOptions, TokenizeOptions
+from draftwire.v1 import target_pb2 as pb
+from draftwire.v1 import target_pb2_grpc
+from draftwire.wire import from_rpc_error
+
+T = TypeVar("T")
+
+
+class GenerateStream:
+    """The events of one request: iterate over it. Leaving the `with` block, or `close`, ends the work on the server.
+
+    Iteration raises a DraftwireError where the request failed, IncompleteStream where the last event is missing.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._state = parse.StreamState()
+        self._closed = False
+
+    @property
+    def started(self) -> Started | None:
+        """The first event, once it was read."""
+        return self._state.started
+
+    @property
+    def finished(self) -> Finished | None:
+        """The last event, once it was read."""
+        return self._state.finished
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        while not self._closed:
+            try:
+                event = self._state.observe(next(self._call))
+            except StopIteration:
+                self._closed = True
+                self._state.end()
+            except grpc.RpcError as error:
+                # Closed by another thread: the reader wanted no more.
+                failure = None if self._closed else self._state.failed(error)
+                self._closed = True
+                if failure is not None:
+                    raise failure from error
+            except BaseException:
+                self.close()
+                raise
+            else:
+                if event is not None:
+                    return event
+        raise StopIteration
+
+    def cancel(self) -> None:
+        """Ends the work on the server; the iteration then raises Cancelled. Safe from any thread, idempotent."""
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Like `cancel`, but the iteration just ends. Idempotent; nothing happens after the last event."""
+        self._closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def collect(self) -> Completion:
+        """Reads what is left and returns the whole answer. Raises as the iteration does."""
+        with self:
+            for _ in self:
+                pass
+            return self._state.completion()
+
+
+class Client:
+    """Talks to a target service (and, for `health` and `wait_ready`, to any service with gRPC health checks).
+
+    `timeout_s` is the deadline of each call unless the call has its own. A token is sent with each call: use TLS on
+    any network that is not yours. Every method raises a DraftwireError.
+    """
+
+    def __init__(
+        self, address: str, *, tls: TLS | None = None, token: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """address: host:port. Nothing is sent before the first call."""
+        self._endpoint = Endpoint(address=address, tls=tls, token=token, timeout_s=timeout_s)
+        self._channel = self._endpoint.sync_channel()
+        self._target = target_pb2_grpc.TargetServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._endpoint.address
+
+    def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerateStream:
+        """Streams one completion of a prompt, of `messages` or of `token_ids`. Without a deadline unless one is given.
+
+        A call that fails with UNAVAILABLE before its first event is tried again up to three times, never after.
+        """
+        message = request.generate_request(prompt, options)
+        timeout = self._endpoint.timeout(timeout_s)
+        return GenerateStream(self._start(self._target.Generate, message, timeout))
+
+    def complete(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """`generate`, collected."""
+        return self.generate(prompt, timeout_s=timeout_s, **options).collect()
+
+    def tokenize(
+        self, text: str | None = None, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
+    ) -> tuple[int, ...]:
+        """Ids of a text or of `messages`, exactly as `generate` makes them."""
+        message = request.tokenize_request(text, options)
+        return tuple(self._unary(self._target.Tokenize, message, timeout_s).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout_s: float | None = None
+    ) -> str:
+        """Text of ids; invalid bytes become U+FFFD."""
+        message = request.detokenize_request(token_ids, skip_special_tokens)
+        return self._unary(self._target.Detokenize, message, timeout_s).text
+
+    def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
+        """What is served and within which limits."""
+        return parse.model_info(self._unary(self._target.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
+
+    def drafters(self, *, timeout_s: float | None = None) -> tuple[Drafter, ...]:
+        """The drafters as the target sees them, in the order of its configuration."""
+        return parse.drafters(self._unary(self._target.ListDrafters, pb.ListDraftersRequest(), timeout_s))
+
+    def abort(self, *request_ids: str, timeout_s: float | None = None) -> tuple[str, ...]:
+        """Ends requests of this peer by name; returns those that were running or queued."""
+        message = request.abort_request(request_ids)
+        return tuple(self._unary(self._target.Abort, message, timeout_s).aborted_request_ids)
+
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
+        """Asks gRPC's health service; "" means the whole server. Raises Unavailable where nothing listens."""
+        try:
+            return parse.health(self._unary(self._health.Check, request.health_request(service), timeout_s))
+        except NotFound:
+            return Health.UNKNOWN
+
+    def wait_ready(self, timeout_s: float, *, service: str = "") -> None:
+        """Returns once the server is SERVING. Raises Unavailable (NOT_READY) after timeout_s with what was seen last."""
+        deadline = time.monotonic() + timeout_s
+        seen = "no answer"
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                health = self.health(service, timeout_s=min(left_s, 1.0))
+            except (Unavailable, DeadlineExceeded) as error:
+                seen = error.message
+            else:
+                if health is Health.SERVING:
+                    return
+                seen = health.value
+            time.sleep(min(READY_POLL_S, max(0.0, deadline - time.monotonic())))
+        raise not_ready(self.address, timeout_s, seen)
+
+    def close(self) -> None:
+        """Ends all calls. Idempotent."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return self._endpoint.describe("Client")
+
+    def _start(self, method: Callable[..., T], message: object, timeout_s: float | None) -> T:
+        if self._closed:
+            raise closed_client()
+        return method(message, timeout=timeout_s, metadata=self._endpoint.metadata)
+
+    def _unary(self, method: Callable[..., T], message: object, timeout_s: float | None) -> T:
+        timeout = self._endpoint.timeout(timeout_s, DEFAULT_UNARY_TIMEOUT_S)
+        try:
+            return self._start(method, message, timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

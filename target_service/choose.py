@@ -1,0 +1,176 @@
+"""Choosing tokens from logits: the only place with bias, penalties, bans and logprobs. Runs on the compute thread.
+
+Order: logit_bias, repetition, presence, frequency, bans, then log-softmax, filters and draw (`draftwire.sampling`). Row i is
+processed with the ids committed plus drafts[:i], all known before the forward, so every row is chosen in one go and
+rows after a disagreement are simply never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from draftwire.errors import InternalError
+from draftwire.sampling import Draw, draw, host_ids, log_softmax, settle
+from target_service.ledger import TokenLogprobs
+from target_service.params import Choosing, Penalties
+from target_service.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What is read back of a window besides `Draw.done`."""
+
+    ids: mx.array
+    """(rows,)"""
+    scores: mx.array
+    """(rows, 1) processed logits of the ids."""
+    logprobs: mx.array | None
+    """(rows, 1)"""
+    top_ids: mx.array | None
+    """(rows, n), most likely first."""
+    top_logprobs: mx.array | None
+    """(rows, n)"""
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to evaluate."""
+        every = (self.ids, self.scores, self.logprobs, self.top_ids, self.top_logprobs)
+        return [array for array in every if array is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingChoice:
+    """A window's choice that mlx has not computed yet."""
+
+    drawn: Draw | mx.array
+    processed: mx.array
+    """(rows, vocab) logits after processors."""
+    report: _Report
+    choosing: Choosing
+
+    @property
+    def ids(self) -> mx.array:
+        """(rows,) lazy ids; final unless filters need more passes (`Chosen.settled`)."""
+        return self.report.ids
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to evaluate for `read`."""
+        return [*self.report.arrays(), *([self.drawn.done] if isinstance(self.drawn, Draw) else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A choice that was read back."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    settled: bool
+    """Whether `PendingChoice.ids` were final when first computed."""
+
+
+def choose(logits: mx.array, choosing: Choosing, window: Window) -> PendingChoice:
+    """Builds the choice of every row. logits: (rows, vocab) of the window's forward."""
+    logits = process(logits.astype(mx.float32), choosing, window)
+    drawn = draw(logits, choosing.sampler, range(window.first_step, window.first_step + logits.shape[0]))
+    ids = drawn.ids if isinstance(drawn, Draw) else drawn
+    return PendingChoice(drawn, logits, _report(logits, ids, choosing), choosing)
+
+
+def read(choice: PendingChoice) -> Chosen:
+    """Blocks until the choice is computed. Raises InternalError where a row has no finite logit or holds NaN."""
+    mx.eval(choice.arrays())
+    report, settled = choice.report, True
+    if isinstance(choice.drawn, Draw) and not mx.all(choice.drawn.done).item():
+        settled = False
+        ids = mx.array(settle(choice.drawn, choice.choosing.sampler), dtype=mx.uint32)
+        report = _report(choice.processed, ids, choice.choosing)
+    # argmax answers id 0 for a row of -inf, and the id of a NaN: both must be loud.
+    if not all(math.isfinite(score) for (score,) in _floats(report.scores)):
+        raise InternalError("the model's logits are not finite", reason="LOGITS_NOT_FINITE")
+    return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled)
+
+
+def _report(processed: mx.array, ids: mx.array, choosing: Choosing) -> _Report:
+    column = ids[:, None]
+    scores = mx.take_along_axis(processed, column, axis=-1)
+    if choosing.top_logprobs is None:
+        return _Report(ids, scores, None, None, None)
+    every = log_softmax(processed)
+    own = mx.take_along_axis(every, column, axis=-1)
+    if choosing.top_logprobs == 0:
+        return _Report(ids, scores, own, None, None)
+    best = mx.argpartition(-every, choosing.top_logprobs - 1, axis=-1)[:, : choosing.top_logprobs]
+    order = mx.argsort(-mx.take_along_axis(every, best, axis=-1), axis=-1)
+    top = mx.take_along_axis(best, order, axis=-1)
+    return _Report(ids, scores, own, top, mx.take_along_axis(every, top, axis=-1))
+
+
+def _logprobs(report: _Report) -> tuple[TokenLogprobs, ...] | None:
+    if report.logprobs is None:
+        return None
+    own = [value for (value,) in _floats(report.logprobs)]
+    if report.top_ids is None or report.top_logprobs is None:
+        return tuple(TokenLogprobs(value, (), ()) for value in own)
+    ids = cast("list[list[int]]", report.top_ids.tolist())
+    values = _floats(report.top_logprobs)
+    return tuple(TokenLogprobs(one, tuple(top), tuple(row)) for one, top, row in zip(own, ids, values, strict=True))
+
+
+def _floats(rows: mx.array) -> list[list[float]]:
+    return cast("list[list[float]]", rows.tolist())
+
+
+def process(logits: mx.array, choosing: Choosing, window: Window) -> mx.array:
+    """Applies bias, penalties and bans. logits: (rows, vocab) float32; returns the same shape."""
+    rows = logits.shape[0]
+    if choosing.logit_bias:
+        ids = _ids([list(choosing.logit_bias)] * rows)
+        values = mx.array([list(choosing.logit_bias.values())])
+        logits = _update(logits, ids, mx.take_along_axis(logits, ids, axis=-1) + values)
+    if choosing.penalties.on:
+        logits = _penalize(logits, choosing.penalties, [*window.history, *window.drafts], len(window.history))
+    banned_rows = min(rows, max(0, choosing.min_tokens - window.first_step))
+    if banned_rows and choosing.banned:
+        ids = _ids([sorted(choosing.banned)] * banned_rows)
+        ban = mx.full(ids.shape, -math.inf, dtype=mx.float32)
+        logits = mx.concatenate([_update(logits[:banned_rows], ids, ban), logits[banned_rows:]])
+    return logits
+
+
+def _penalize(logits: mx.array, penalties: Penalties, ids: Sequence[int], committed: int) -> mx.array:
+    """Row i looks at the last `window` of ids[:committed + i]; each distinct id is changed once."""
+    counts = []
+    for row in range(logits.shape[0]):
+        seen = ids[: committed + row]
+        counts.append(Counter(seen[-penalties.window :] if penalties.window else seen))
+    width = max(len(count) for count in counts)
+    # Rows are padded by repeating an entry: writing the same value twice changes nothing.
+    keys = [_padded(list(count), width) for count in counts]
+    times = [_padded([float(n) for n in count.values()], width) for count in counts]
+    columns = _ids(keys)
+    values = mx.take_along_axis(logits, columns, axis=-1)
+    if penalties.repetition != 1.0:
+        values = mx.where(values < 0, values * penalties.repetition, values / penalties.repetition)
+    if penalties.presence != 0.0:
+        values = values - penalties.presence
+    if penalties.frequency != 0.0:
+        values = values - mx.array(times) * penalties.frequency
+    return _update(logits, columns, values)
+
+
+def _padded(values: list[int] | list[float], width: int) -> list[float]:
+    return [*values, *([values[0]] * (width - len(values)))]
+
+
+def _ids(rows: Sequence[Sequence[float]]) -> mx.array:
+    return mx.array([list(row) for row in rows], dtype=mx.uint32)
+
+
+def _update(logits: mx.array, columns: mx.array, values: mx.array) -> mx.array:
+    """Writes values at columns. The caller has checked that ids lie inside the vocabulary (mlx does not)."""
+    return mx.put_along_axis(logits, columns, values, axis=-1)

@@ -1,0 +1,115 @@
+"""Puts the parts of a loaded target together, and makes sequences out of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from draftwire.loaded import LoadedModel
+from draftwire.tokenizer import Tokenizer
+from target_service.controller import Acceptance, Auto, Controller, Fixed, Off
+from target_service.costs import Costs
+from target_service.drafter_pool import DrafterPool
+from target_service.drafts import DraftSource, NoDrafts
+from target_service.engine import Engine
+from target_service.ledger import Ledger
+from target_service.params import DraftingMode, Generation
+from target_service.remote_drafts import RemoteDrafts, SessionTerms
+from target_service.requests import Defaults
+from target_service.rounds import run_rounds
+from target_service.scheduler import Limits, Scheduler
+from target_service.sequence import Sequence
+
+_FIRST_DELAY_S = 0.003
+NUMERICS = "fast"
+"""Windows of any shape; "exact" (the same bits for any shape) is a later mode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What has been loaded and configured."""
+
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+    defaults: Defaults
+    limits: Limits
+    draft_timeout_s: float
+    device: str
+    """What computes, for people."""
+    measured: Mapping[int, float] = field(default_factory=dict)
+    """rows -> seconds of a forward, from warm-up."""
+
+
+class Target:
+    """A model that serves: the round loop runs as long as this context is open. Belongs to the event loop."""
+
+    def __init__(self, parts: TargetParts, engine: Engine, pool: DrafterPool) -> None:
+        self.parts = parts
+        self.engine = engine
+        self.pool = pool
+        self.costs = Costs(parts.measured)
+        self.scheduler = Scheduler(engine, parts.limits, self._open_source)
+        self._loop: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Target:
+        self._loop = asyncio.create_task(run_rounds(self.scheduler, self.engine, self.costs))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.scheduler.close()
+        if self._loop is not None:
+            await self._loop
+
+    @property
+    def alive(self) -> bool:
+        """Whether the round loop runs."""
+        return self._loop is not None and not self._loop.done()
+
+    def submit(self, generation: Generation) -> Sequence:
+        """Queues a request. Raises Overloaded."""
+        ledger = Ledger(generation.prompt, generation.stopping, self._piece(generation))
+        sequence = Sequence(generation, ledger, self._controller(generation))
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def _piece(self, generation: Generation) -> Callable[[int], bytes]:
+        tokenizer = self.parts.tokenizer
+        if not generation.skip_special_tokens:
+            return tokenizer.piece_bytes
+        special = tokenizer.special_ids
+
+        def piece(token_id: int) -> bytes:
+            return b"" if token_id in special else tokenizer.piece_bytes(token_id)
+
+        return piece
+
+    def _controller(self, generation: Generation) -> Controller:
+        drafting = generation.drafting
+        if drafting.mode is DraftingMode.OFF:
+            return Off("off")
+        if drafting.mode is DraftingMode.FIXED:
+            return Fixed(drafting.max_drafts, self.parts.draft_timeout_s)
+        return Auto(
+            self.costs,
+            drafting.max_drafts,
+            delay_s=_FIRST_DELAY_S,
+            timeout_s=self.parts.draft_timeout_s,
+            acceptance=Acceptance(drafting.max_drafts),
+        )
+
+    def _open_source(self, sequence: Sequence) -> DraftSource:
+        generation = sequence.generation
+        if generation.drafting.mode is DraftingMode.OFF or not self.pool.links or not self.engine.rollback.kind:
+            return NoDrafts()
+        stopping = generation.stopping
+        terms = SessionTerms(
+            sampler=generation.choosing.sampler,
+            prompt_length=len(generation.prompt),
+            max_length=len(generation.prompt) + stopping.max_tokens,
+            end_ids=stopping.end_ids | stopping.stop_ids,
+            vocabulary=self.engine.width,
+            cache_salt=generation.cache_salt,
+            timeout_s=self.parts.draft_timeout_s,
+        )
+        return RemoteDrafts(self.pool, terms, lambda: sequence.ledger.ids)

@@ -1,0 +1,188 @@
+"""One drafter as this target sees it: its channel, what it says of itself, and whether it can be trusted now."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from draftwire.errors import DraftwireError
+from draftwire.logs import get_logger
+from draftwire.noise import NOISE_VERSION
+from draftwire.sampling import SAMPLER_VERSION
+from draftwire.v1 import draft_pb2, draft_pb2_grpc
+from draftwire.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, from_rpc_error
+
+_log = get_logger("drafters")
+
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's back-off
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+_DESCRIBE_TIMEOUT_S = 2.0
+_FAILURES_TO_OPEN = 3
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 5.0
+_REFUSED_RECHECK_S = 5.0
+
+
+class LinkState(Enum):
+    """What the target thinks of a drafter."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    OPEN_BREAKER = "open_breaker"
+    REFUSED = "refused"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What this target is, for its drafters."""
+
+    instance_id: str
+    fingerprint: str
+    """Tokenizer fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a drafter says of itself."""
+
+    instance_id: str
+    source_kind: str
+    model_id: str
+    max_drafts: int
+    context_length: int | None
+    shares_noise: bool
+    """Whether it draws with our noise; else its drafts are greedy."""
+
+
+class DrafterLink:
+    """Keeps one drafter described. Belongs to the event loop; `run` is its life.
+
+    READY links take questions. A failure counts towards the breaker; three in a row, or a lost connection, open it, and only a
+    successful Describe closes it again, tried after pauses that double from 0.1 s to 5 s.
+    """
+
+    def __init__(self, address: str, identity: Identity, changed: Callable[[], None]) -> None:
+        self.address = address
+        self.state = LinkState.CONNECTING
+        self.reason = ""
+        self.tokenizer_mismatch = False
+        self.description: Description | None = None
+        self.sessions = 0
+        self.drafted = 0
+        self.accepted = 0
+        self._identity = identity
+        self._changed = changed
+        self._failures = 0
+        self._rpc_s: deque[float] = deque(maxlen=256)
+        self._recheck = asyncio.Event()
+        self._channel = grpc.aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
+        self.stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
+
+    @property
+    def rpc_p50_s(self) -> float | None:
+        """Median of the last Draft calls, as seen here."""
+        return statistics.median(self._rpc_s) if self._rpc_s else None
+
+    async def run(self) -> None:
+        """Describes the drafter, again whenever something is wrong. Runs until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._describe()
+            except grpc.RpcError as error:
+                fault = from_rpc_error(error)
+                state = LinkState.CONNECTING if self.description is None else LinkState.OPEN_BREAKER
+                if fault.reason == "DRAINING":
+                    state = LinkState.DRAINING
+                self._enter(state, str(fault))
+                await self._wait(pause_s)
+                pause_s = min(_MAX_PAUSE_S, pause_s * 2)
+                continue
+            pause_s = _FIRST_PAUSE_S
+            await self._wait(_REFUSED_RECHECK_S if self.state is LinkState.REFUSED else None)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    def succeeded(self, seconds: float) -> None:
+        """A Draft call was answered."""
+        self._failures = 0
+        self._rpc_s.append(seconds)
+
+    def failed(self, error: DraftwireError) -> None:
+        """A call failed for a fault of the drafter."""
+        self._failures += 1
+        if error.code is grpc.StatusCode.UNAVAILABLE or self._failures >= _FAILURES_TO_OPEN:
+            self.suspect(str(error), draining=error.reason == "DRAINING")
+
+    def suspect(self, reason: str, *, draining: bool = False) -> None:
+        """Takes the link out until the drafter has described itself again."""
+        if self.state is LinkState.READY:
+            self._enter(LinkState.DRAINING if draining else LinkState.OPEN_BREAKER, reason)
+        self._recheck.set()
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._recheck.wait(), timeout_s)
+        except TimeoutError:
+            return
+        finally:
+            self._recheck.clear()
+        # A storm of failures must not become a storm of Describe calls.
+        await asyncio.sleep(_FIRST_PAUSE_S)
+
+    async def _describe(self) -> None:
+        request = draft_pb2.DescribeRequest(
+            protocol_version=PROTOCOL_VERSION, target_instance_id=self._identity.instance_id
+        )
+        reply = await self.stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
+        refusal = self._refusal(reply)
+        self.tokenizer_mismatch = refusal.startswith("tokenizer")
+        shares = NOISE_VERSION in reply.noise_versions and SAMPLER_VERSION in reply.sampler_versions
+        self.description = Description(
+            instance_id=reply.instance_id,
+            source_kind=reply.source_kind,
+            model_id=reply.model_id,
+            max_drafts=reply.max_draft_tokens,
+            context_length=reply.context_length or None,
+            shares_noise=shares,
+        )
+        self._failures = 0
+        self._enter(LinkState.REFUSED if refusal else LinkState.READY, refusal)
+
+    def _refusal(self, reply: draft_pb2.DescribeResponse) -> str:
+        if not reply.min_protocol_version <= PROTOCOL_VERSION <= reply.max_protocol_version:
+            spoken = f"{reply.min_protocol_version} to {reply.max_protocol_version}"
+            return f"it speaks protocol {spoken}, this target speaks {PROTOCOL_VERSION}"
+        if reply.tokenizer_fingerprint and reply.tokenizer_fingerprint != self._identity.fingerprint:
+            return "tokenizer differs from the target's: its ids mean other texts"
+        if reply.max_draft_tokens < 1:
+            return "it offers no drafts (max_draft_tokens is 0)"
+        if reply.HasField("taps"):
+            return "it needs hidden states of the target (taps), which this target does not send"
+        return ""
+
+    def _enter(self, state: LinkState, reason: str) -> None:
+        if (state, reason) == (self.state, self.reason):
+            return
+        kind = self.description.source_kind if self.description else None
+        _log.info("drafter", address=self.address, state=state.value, reason=reason or None, source=kind)
+        self.state, self.reason = state, reason
+        self._changed()

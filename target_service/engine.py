@@ -1,0 +1,193 @@
+"""The engine: the model, its caches and the forward pass, on the compute thread. One sequence a forward.
+
+The event loop calls the public methods; methods with a leading underscore run on the compute thread. Lengths are host integers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from draftwire.compute import ComputeThread
+from draftwire.errors import InternalError
+from draftwire.loaded import LoadedModel
+from target_service.caches import Rollback, SequenceCache, rollback_of
+from target_service.choose import PendingChoice, choose, read
+from target_service.params import Choosing
+from target_service.window import Choice, Window
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One sequence. The cache and `ahead` are touched on the compute thread only."""
+
+    cache: SequenceCache
+    choosing: Choosing
+    keep: int = 0
+    """Positions that stand; the cache may hold more until the next forward."""
+    ahead: PendingChoice | None = None
+    """The choice after [pending] at position `keep`, begun before pending was read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A window whose forward has been handed to mlx."""
+
+    slot: _Slot
+    window: Window
+    choice: PendingChoice
+    began_s: float = field(default_factory=time.perf_counter)
+
+
+class Engine:
+    """Forward passes for many sequences, one after the other, queued together so that mlx never idles between them."""
+
+    def __init__(self, compute: ComputeThread, loaded: LoadedModel) -> None:
+        """loaded: made on the compute thread; its module is only ever used, and in the end dropped, there."""
+        self._compute = compute
+        self._model = loaded.model
+        self._width = loaded.head_width
+        self._slots: dict[int, _Slot] = {}
+        self._next_slot = 0
+        self.rollback: Rollback = Rollback("", "not looked at yet", None)
+
+    @property
+    def width(self) -> int:
+        """Ids the model's embedding and head have; larger ids must never reach it."""
+        return self._width
+
+    @property
+    def slots(self) -> int:
+        """Sequences that are open."""
+        return len(self._slots)
+
+    async def prepare(self, rows: Sequence[int]) -> dict[int, float]:
+        """Looks at the caches, warms up, and measures a forward of each number of rows. Returns rows -> seconds."""
+        return await self._compute.run(lambda: self._prepare(rows))
+
+    async def open(self, choosing: Choosing) -> int:
+        """Makes an empty cache and returns its slot."""
+        number = self._next_slot
+        self._next_slot += 1
+        self._slots[number] = await self._compute.run(lambda: _Slot(SequenceCache(self._model), choosing))
+        return number
+
+    async def prefill(self, slot: int, ids: Sequence[int]) -> None:
+        """Appends a chunk of the prompt to the cache. Its logits are not needed: the last prompt token stays pending."""
+        self._check_ids(ids)
+        target = self._slots[slot]
+        target.keep += len(ids)
+        await self._compute.run(lambda: self._prefill(target, list(ids)))
+
+    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
+        """Runs a tick: every window's rows, processed, chosen and read back."""
+        for window in windows:
+            self._check_ids((window.pending, *window.drafts))
+        flights = [(self._slots[window.slot], window) for window in windows]
+        return await self._compute.run(lambda: self._forward(flights))
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Keeps positions [0, length). Costs nothing now: the cache follows at its next forward."""
+        self._slots[slot].keep = length
+
+    def close(self, slot: int) -> None:
+        """Frees a sequence. Idempotent. Arrays are dropped where they were made."""
+        gone = self._slots.pop(slot, None)
+        if gone is not None:
+            self._compute.submit(lambda: self._drop(gone))
+
+    async def unload(self) -> None:
+        """Drops the model, on its thread. The engine is then at its end."""
+        await self._compute.run(self._unload)
+
+    async def cached_rows(self, slot: int) -> SequenceCache:
+        """The cache as it stands after truncation, for tests of law L3."""
+        target = self._slots[slot]
+        await self._compute.run(lambda: self._settle(target))
+        return target.cache
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        # mlx gathers out of bounds in silence.
+        if not all(0 <= token < self.width for token in ids):
+            raise InternalError(f"a token id is outside [0, {self.width})", reason="TOKEN_OUT_OF_VOCAB")
+
+    def _prefill(self, slot: _Slot, ids: list[int]) -> None:
+        self._model(mx.array([ids]), cache=slot.cache.layers)
+        slot.cache.written(len(ids))
+        slot.cache.evaluate()
+        mx.clear_cache()
+
+    def _forward(self, work: Sequence[tuple[_Slot, Window]]) -> list[Choice]:
+        flights = [self._launch(slot, window) for slot, window in work]
+        for flight in flights:
+            if flight.window.ahead:
+                self._launch_ahead(flight)
+        return [self._land(flight) for flight in flights]
+
+    def _launch(self, slot: _Slot, window: Window) -> _Flight:
+        """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
+        if slot.ahead is not None and not window.drafts:
+            choice, slot.ahead = slot.ahead, None
+            return _Flight(slot, window, choice)
+        self._settle(slot)
+        began_s = time.perf_counter()
+        choice = self._build(slot, mx.array([[window.pending, *window.drafts]]), window)
+        return _Flight(slot, window, choice, began_s)
+
+    def _build(self, slot: _Slot, ids: mx.array, window: Window) -> PendingChoice:
+        logits = self._model(ids, cache=slot.cache.layers)[0]
+        slot.cache.written(ids.shape[1])
+        choice = choose(logits, slot.choosing, window)
+        mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
+        return choice
+
+    def _launch_ahead(self, flight: _Flight) -> None:
+        """Begins the next plain forward from the lazy id, so that building its graph overlaps this one's computing."""
+        step = flight.window.first_step + 1
+        window = Window(slot=flight.window.slot, pending=0, first_step=step)
+        flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
+
+    def _land(self, flight: _Flight) -> Choice:
+        chosen = read(flight.choice)
+        if not chosen.settled:
+            # The forward begun ahead used an id that more filter passes have changed.
+            flight.slot.ahead = None
+        return Choice(chosen.ids, chosen.logprobs, time.perf_counter() - flight.began_s)
+
+    def _settle(self, slot: _Slot) -> None:
+        """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants."""
+        slot.ahead = None
+        slot.cache.truncate(slot.keep)
+
+    @staticmethod
+    def _drop(slot: _Slot) -> None:
+        slot.ahead = None
+        slot.cache.layers.clear()
+        mx.clear_cache()
+
+    def _unload(self) -> None:
+        self._slots.clear()
+        self._model = None
+        mx.clear_cache()
+
+    def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
+        self.rollback = rollback_of(self._model)
+        slot = _Slot(SequenceCache(self._model), Choosing())
+        self._prefill(slot, [0] * 32)
+        slot.keep = 32
+        costs = {}
+        for count in rows:
+            if count > 1 and self.rollback.room(32) < count - 1:
+                continue
+            window = Window(slot=0, pending=0, drafts=(0,) * (count - 1), first_step=0)
+            self._forward([(slot, window)])
+            if self.rollback.kind:
+                costs[count] = min(self._forward([(slot, window)])[0].forward_s for _ in range(3))
+            else:
+                slot = _Slot(SequenceCache(self._model), Choosing())
+                costs[count] = self._forward([(slot, window)])[0].forward_s
+        self._drop(slot)
+        return costs

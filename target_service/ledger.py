@@ -1,0 +1,170 @@
+"""The books of one request: what is committed, what may leave, when it ends, and what drafts did. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from target_service.accept import Verdict
+from target_service.params import Stopping
+from target_service.text import Passed, TextGate
+
+
+class FinishReason(Enum):
+    """Why a completion ended. Failures are errors, not reasons."""
+
+    EOS = "eos"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_LENGTH = "context_length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a completion ended."""
+
+    reason: FinishReason
+    stop_id: int | None = None
+    """The id, for EOS and STOP_TOKEN."""
+    stop: str | None = None
+    """The string, for STOP_STRING."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one step, after processors and before filters."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token."""
+
+    id: int
+    from_draft: bool
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What one round lets go: tokens and exactly their text."""
+
+    first_step: int
+    """Step of tokens[0]."""
+    text: str
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What one round did."""
+
+    released: Released | None
+    finish: Finish | None
+    accepted: int
+    """Drafts that were delivered, are held to be delivered, or ended the completion."""
+    cut: int
+    """Drafts that agreed but came after the end."""
+
+
+class Ledger:
+    """Owns the ids of one request. Belongs to the event loop; the core reads it, only `commit` changes it.
+
+    Ids [0, prompt_length) are the prompt, [prompt_length, len(ids)) the output. ids[-1] is pending: the target's cache holds
+    exactly ids[:cached_length] once the round is truncated.
+    """
+
+    def __init__(self, prompt: Sequence[int], stopping: Stopping, piece: Callable[[int], bytes]) -> None:
+        """piece: the bytes that an id adds to the text, none for one that is not shown."""
+        self.ids = list(prompt)
+        self.prompt_length = len(prompt)
+        self.ended_by_token = False
+        self._stopping = stopping
+        self._piece = piece
+        self._gate = TextGate(stopping.stops, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens)
+        self._held: list[Token] = []
+        self._delivered = 0
+
+    @property
+    def pending(self) -> int:
+        """The last committed id, which heads the next window."""
+        return self.ids[-1]
+
+    @property
+    def step(self) -> int:
+        """The step of the next token, the key of its noise."""
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def cached_length(self) -> int:
+        """Positions that the target's cache keeps: everything but pending."""
+        return len(self.ids) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._stopping.max_tokens - self.step
+
+    @property
+    def completion_tokens(self) -> int:
+        """Delivered ids, plus one if an end or stop token ended the output."""
+        return self._delivered + int(self.ended_by_token)
+
+    def commit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] | None) -> Committed:
+        """Books a verdict's ids, in order, up to whatever ends the completion first.
+
+        logprobs: one a row, (accepted + 1,) or more; None where the request wants none. Ids after the end are not observed.
+        """
+        first_step = self._delivered
+        text: list[str] = []
+        gone: list[Token] = []
+        finish: Finish | None = None
+        observed = 0
+        for row, token_id in enumerate(verdict.ids):
+            observed += 1
+            finish = self._end_token(token_id)
+            if finish is None:
+                token = Token(token_id, row < verdict.accepted, logprobs[row] if logprobs is not None else None)
+                self.ids.append(token_id)
+                self._held.append(token)
+                passed = self._gate.push(self._piece(token_id))
+                finish = self._end_after(passed)
+                text.append(passed.text)
+                gone.extend(self._let_go(passed.count))
+            if finish is not None:
+                break
+        if finish is not None and finish.reason is not FinishReason.STOP_STRING:
+            rest = self._gate.finish()
+            text.append(rest.text)
+            gone.extend(self._let_go(rest.count))
+        accepted = min(verdict.accepted, observed)
+        released = Released(first_step, "".join(text), tuple(gone)) if gone or any(text) else None
+        return Committed(released, finish, accepted, verdict.accepted - accepted)
+
+    def _end_token(self, token_id: int) -> Finish | None:
+        if token_id in self._stopping.end_ids:
+            reason = FinishReason.EOS
+        elif token_id in self._stopping.stop_ids:
+            reason = FinishReason.STOP_TOKEN
+        else:
+            return None
+        self.ended_by_token = True
+        return Finish(reason, stop_id=token_id)
+
+    def _end_after(self, passed: Passed) -> Finish | None:
+        if passed.stop is not None:
+            return Finish(FinishReason.STOP_STRING, stop=passed.stop)
+        if self.remaining > 0:
+            return None
+        return Finish(FinishReason.CONTEXT_LENGTH if self._stopping.capped_by_context else FinishReason.MAX_TOKENS)
+
+    def _let_go(self, count: int) -> list[Token]:
+        gone = self._held[:count]
+        del self._held[:count]
+        self._delivered += count
+        return gone

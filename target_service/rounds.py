@@ -1,0 +1,43 @@
+"""The round loop: propose, verify, accept, commit, truncate. One tick is one batch."""
+
+from __future__ import annotations
+
+from target_service.accept import accept
+from target_service.costs import Costs
+from target_service.engine import Engine
+from target_service.scheduler import Scheduler
+from target_service.sequence import Sequence
+from target_service.window import Choice, Window
+
+
+async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None:
+    """Runs until the scheduler is closed. A failed forward ends the requests that were in it, nothing else."""
+    while live := await scheduler.tick():
+        windows = [sequence.window() for sequence in live]
+        try:
+            choices = await engine.forward(windows)
+        except Exception as error:
+            scheduler.fail(live, error)
+            continue
+        if len(windows) == 1:
+            costs.observe(windows[0].rows, choices[0].forward_s, ahead=windows[0].ahead)
+        for sequence, window, choice in zip(live, windows, choices, strict=True):
+            finish_round(scheduler, engine, sequence, window, choice)
+
+
+def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> None:
+    """What one sequence does with what its window's rows chose."""
+    if sequence.slot is None:
+        return
+    before = sequence.ledger.step
+    verdict = accept(window.drafts, choice.ids)
+    committed = sequence.ledger.commit(verdict, choice.logprobs)
+    # After commit: only commit knows where an end token, a stop or the budget cuts.
+    engine.truncate(sequence.slot, sequence.ledger.cached_length)
+    emitted = sequence.ledger.step - before + int(sequence.ledger.ended_by_token)
+    sequence.book(window, choice, committed, emitted)
+    if committed.finish is None:
+        sequence.ask()
+    sequence.emit(committed)
+    if committed.finish is not None:
+        scheduler.retire(sequence)

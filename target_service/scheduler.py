@@ -1,0 +1,201 @@
+"""Who takes part in the next tick: admission, prefill chunks between ticks, and the one patience of a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftwire.errors import DraftwireError, InternalError, Overloaded
+from draftwire.logs import get_logger
+from target_service.drafts import DraftSource
+from target_service.engine import Engine
+from target_service.sequence import Sequence
+
+_log = get_logger("scheduler")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may be going on at once."""
+
+    max_running: int
+    max_queued: int
+    kv_bytes: int
+    """KV cache of all running sequences, charged at admission for prompt and max_tokens."""
+    kv_bytes_per_token: int
+    prefill_step_size: int
+    """Prompt tokens a chunk."""
+    crowd_patience_s: float
+    """Most that a tick of several sequences waits for drafts."""
+
+
+class Scheduler:
+    """Owns the queue and the running sequences. Belongs to the event loop."""
+
+    def __init__(self, engine: Engine, limits: Limits, open_source: Callable[[Sequence], DraftSource]) -> None:
+        """open_source: makes the drafts of an admitted sequence."""
+        self._engine = engine
+        self._limits = limits
+        self._open_source = open_source
+        self._queue: list[tuple[int, int, Sequence]] = []
+        self._order = itertools.count()
+        self._running: list[Sequence] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a place."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that wait for one."""
+        return sum(not sequence.cancelled for _, _, sequence in self._queue)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises Overloaded before any work is done."""
+        needed = self._kv_bytes(sequence)
+        if needed > self._limits.kv_bytes:
+            raise Overloaded(
+                f"the request needs {needed} bytes of KV cache, the server has {self._limits.kv_bytes}; "
+                "lower max_tokens or shorten the prompt",
+                reason="KV_BUDGET",
+            )
+        if self.queued >= self._limits.max_queued and self.running >= self._limits.max_running:
+            raise Overloaded(
+                f"{self.running} requests run and {self.queued} wait", reason="QUEUE_FULL", retry_after_s=1.0
+            )
+        heapq.heappush(self._queue, (-sequence.generation.priority, next(self._order), sequence))
+        self._idle.clear()
+        self.wake()
+
+    def cancel(self, sequence: Sequence, error: DraftwireError | None = None) -> None:
+        """Ends a sequence within one round; the stream gets `error` if it is still there to read it."""
+        if error is not None and not sequence.cancelled:
+            sequence.fail(error)
+        sequence.cancelled = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Says that something may have become possible: a new request, room in an outbox, a cancellation."""
+        self._wake.set()
+
+    async def idle(self) -> None:
+        """Waits until nothing runs or waits."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Makes `tick` return nothing, which ends the round loop."""
+        self._closed = True
+        self.wake()
+
+    async def tick(self) -> list[Sequence]:
+        """The sequences of the next forward, at least one, with the drafts that came; empty once closed."""
+        while not self._closed:
+            self._wake.clear()
+            self._drop_cancelled()
+            await self._admit()
+            prefilled = await self._prefill_one()
+            live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
+            if live:
+                await self._be_patient(live)
+                for sequence in live:
+                    sequence.collect()
+                return live
+            if not prefilled:
+                await self._wake.wait()
+        return []
+
+    def retire(self, sequence: Sequence) -> None:
+        """Frees everything a sequence has."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        sequence.source.close()
+        if sequence.slot is not None:
+            self._engine.close(sequence.slot)
+            sequence.slot = None
+        if not self._running and not self.queued:
+            self._idle.set()
+
+    def fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """Ends sequences whose forward failed; their caches are not to be trusted."""
+        if not isinstance(error, DraftwireError):
+            _log.error("forward_failed", exc_info=error)
+            error = InternalError("the forward pass failed")
+        for sequence in sequences:
+            if not sequence.cancelled:
+                sequence.fail(error)
+            self.retire(sequence)
+
+    def _kv_bytes(self, sequence: Sequence) -> int:
+        tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
+        return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [sequence for sequence in self._running if sequence.cancelled]:
+            self.retire(sequence)
+        if any(sequence.cancelled for _, _, sequence in self._queue):
+            self._queue = [entry for entry in self._queue if not entry[2].cancelled]
+            heapq.heapify(self._queue)
+            if not self._running and not self._queue:
+                self._idle.set()
+
+    async def _admit(self) -> None:
+        while self._queue and len(self._running) < self._limits.max_running:
+            first = self._queue[0][2]
+            used = sum(self._kv_bytes(sequence) for sequence in self._running)
+            if self._running and used + self._kv_bytes(first) > self._limits.kv_bytes:
+                return
+            heapq.heappop(self._queue)
+            self._running.append(first)
+            slot = await self._engine.open(first.generation.choosing)
+            first.admit(slot, self._engine.rollback, self._open_source(first))
+
+    async def _prefill_one(self) -> bool:
+        """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""
+        for sequence in self._running:
+            last = sequence.ledger.prompt_length - 1
+            if sequence.cancelled or sequence.slot is None or sequence.prefilled >= last:
+                continue
+            end = min(last, sequence.prefilled + self._limits.prefill_step_size)
+            try:
+                await self._engine.prefill(sequence.slot, sequence.ledger.ids[sequence.prefilled : end])
+            except Exception as error:
+                self.fail([sequence], error)
+                return True
+            sequence.prefilled = end
+            if end == last:
+                sequence.times.prefilled = time.monotonic()
+            return True
+        return False
+
+    async def _be_patient(self, live: list[Sequence]) -> None:
+        """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd."""
+        limit_s = self._limits.crowd_patience_s if len(live) > 1 else float("inf")
+        began_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            waiting = [(left, sequence) for sequence in live if (left := sequence.patience_left_s(now_s)) > 0]
+            left_s = min(max((left for left, _ in waiting), default=0.0), began_s + limit_s - now_s)
+            if not waiting or left_s <= 0:
+                return
+            if len(waiting) == 1:
+                await _within(waiting[0][1].source.arrival(), left_s)
+            else:
+                arrivals = asyncio.gather(*(sequence.source.arrival() for _, sequence in waiting))
+                await _within(arrivals, left_s)
+
+
+async def _within(arrival: asyncio.Future[list[None]] | object, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await arrival  # type: ignore[misc]
+    except TimeoutError:
+        return

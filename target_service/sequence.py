@@ -1,0 +1,205 @@
+"""One request on its way: its ledger, its drafts, its place in the engine, and the outbox that its stream drains."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from draftwire.errors import DraftwireError
+from target_service.caches import Rollback
+from target_service.controller import Controller, Plan
+from target_service.drafts import Answer, DraftSource, NoDrafts, Offer
+from target_service.ledger import Committed, Finish, Ledger, Released
+from target_service.params import DraftingMode, Generation
+from target_service.stats import SpeculationCounts, Times
+from target_service.window import Choice, Window
+
+_OUTBOX_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Work has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The completion has ended; the sequence has the statistics."""
+
+    finish: Finish
+
+
+Outcome = Admitted | Released | Done | DraftwireError
+
+
+class Sequence:
+    """Belongs to the event loop. The round loop calls, in this order: `collect`, `window`, `book`, `ask`, `emit`."""
+
+    def __init__(self, generation: Generation, ledger: Ledger, controller: Controller) -> None:
+        self.generation = generation
+        self.ledger = ledger
+        self.counts = SpeculationCounts()
+        self.times = Times(arrived=time.monotonic())
+        self.outbox: asyncio.Queue[Outcome] = asyncio.Queue(_OUTBOX_ROUNDS)
+        self.slot: int | None = None
+        self.prefilled = 0
+        self.cancelled = False
+        self.source: DraftSource = NoDrafts()
+        self._controller = controller
+        self._rollback: Rollback | None = None
+        self._plan = Plan(0, 0.0, "first_round")
+        self._asked_s = 0.0
+        self._offer: Offer | None = None
+        self._ahead = False
+        self._missed_patience = False
+
+    @property
+    def decodable(self) -> bool:
+        """Whether it can take part in a round: prompt read, reader keeping up."""
+        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.outbox.full()
+
+    def admit(self, slot: int, rollback: Rollback, source: DraftSource) -> None:
+        """Takes its place."""
+        self.slot = slot
+        self.source = source
+        self._rollback = rollback
+        self.times.admitted = time.monotonic()
+        self.outbox.put_nowait(Admitted())
+
+    def patience_left_s(self, now_s: float) -> float:
+        """Seconds that the next round may still wait for this sequence's drafts."""
+        if not self.source.asking or self._missed_patience or self._plan.patience_s <= 0:
+            return 0.0
+        left = self._asked_s + self._plan.patience_s - now_s
+        if left > 0:
+            return left
+        self._missed_patience = True
+        self._controller.late()
+        return 0.0
+
+    def collect(self) -> None:
+        """Takes what has come from the drafter."""
+        came = self.source.take()
+        if isinstance(came, Answer):
+            self._controller.answered(len(came.ids), came.delay_s, came.computed_s)
+            self._offer = Offer(came.base_length, came.ids)
+            self._score()
+        elif came is not None:
+            self._controller.lost()
+
+    def window(self) -> Window:
+        """[pending, *drafts] for the next forward."""
+        assert self.slot is not None
+        drafts = () if self._ahead else self._drafts()
+        choosing = self.generation.choosing
+        self._ahead = not drafts and self._may_run_ahead()
+        history: tuple[int, ...] = ()
+        if choosing.penalties.on:
+            history = tuple(self.ledger.ids[-choosing.penalties.window :])
+        return Window(
+            slot=self.slot,
+            pending=self.ledger.pending,
+            drafts=drafts,
+            first_step=self.ledger.step,
+            history=history,
+            ahead=self._ahead,
+        )
+
+    def book(self, window: Window, choice: Choice, committed: Committed, emitted: int) -> None:
+        """Counts a round, and scores drafts against what was committed."""
+        if self.times.first_token is None:
+            self.times.first_token = time.monotonic()
+        drafted = len(window.drafts)
+        reason = "" if drafted else self._why_none()
+        self.counts.book(
+            drafted=drafted, accepted=committed.accepted, cut=committed.cut, emitted=emitted, reason=reason
+        )
+        self._score()
+
+    def ask(self) -> None:
+        """Asks the drafter for the next round, if the controller says so. Before `emit`: the question travels meanwhile."""
+        self._missed_patience = False
+        if self.source.asking:
+            # A late answer may still fit; a second question would only take its place.
+            self._plan = Plan(0, 0.0, "late")
+            return
+        limit = min(self._limit(), self.source.limit)
+        self._plan = self._controller.plan(limit)
+        rest = len(self._offer.rest) if self._offer else 0
+        if self._plan.ask == 0 or rest >= self._plan.ask or not self.source.ready:
+            return
+        self._drop_offer()
+        self._asked_s = time.monotonic()
+        self.source.ask(self.ledger.ids, self._plan.ask)
+
+    def emit(self, committed: Committed) -> None:
+        """Hands a round's text to the stream."""
+        if committed.released is not None:
+            self.outbox.put_nowait(committed.released)
+        if committed.finish is not None:
+            self.times.finished = time.monotonic()
+            self._put_last(Done(committed.finish))
+
+    def fail(self, error: DraftwireError) -> None:
+        """Ends the stream with an error."""
+        self.cancelled = True
+        self._put_last(error)
+
+    def _put_last(self, outcome: Outcome) -> None:
+        # The last word must find room, however slow the reader: nothing comes after it.
+        self.outbox._maxsize = 0  # type: ignore[attr-defined]
+        self.outbox.put_nowait(outcome)
+
+    def _drafts(self) -> tuple[int, ...]:
+        rest = self._offer.rest if self._offer else ()
+        if self._offer is None or not rest:
+            return ()
+        fit = rest[: self._limit()]
+        return fit[: self._controller.use(len(fit), self._offer.agreed)]
+
+    def _limit(self) -> int:
+        """Most drafts that budget and cache allow: the last token of the budget needs none."""
+        assert self._rollback is not None
+        room = self._rollback.room(self.ledger.cached_length)
+        return max(0, min(room, self.ledger.remaining - 1, self.generation.drafting.max_drafts))
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next window will surely be [what this one chooses] alone."""
+        choosing = self.generation.choosing
+        if self.ledger.remaining <= 1 or choosing.penalties.on or self._plan.patience_s > 0:
+            return False
+        if self._offer is not None and self._offer.rest:
+            return False
+        # A filter's search may change the id after the fact; then the begun forward has to be taken back.
+        assert self._rollback is not None
+        searches = choosing.sampler.filters and not choosing.sampler.greedy
+        return not searches or self._rollback.room(self.ledger.cached_length) >= 2
+
+    def _score(self) -> None:
+        if self._offer is None:
+            return
+        self._offer.update(self.ledger.ids)
+        if self._offer.resolved:
+            self._drop_offer()
+
+    def _drop_offer(self) -> None:
+        """Forgets the offer. What is not known to be wrong or right counts as not offered."""
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            proposed = len(offer.ids) if offer.resolved else offer.agreed
+            self._controller.scored(proposed, offer.agreed)
+            self.source.scored(proposed, offer.agreed)
+
+    def _why_none(self) -> str:
+        if self.generation.drafting.mode is DraftingMode.OFF:
+            return "off"
+        if self._limit() == 0:
+            assert self._rollback is not None
+            return "cache" if self._rollback.room(self.ledger.cached_length) == 0 else "budget"
+        if self.source.limit == 0 and not self.source.asking:
+            missing = self.source.report().missing
+            return "no_drafter" if missing == "tokenizer_mismatch" else missing
+        if self.source.asking:
+            return "late" if self._plan.reason != "not_worth_it" else "not_worth_it"
+        return "no_match" if self._plan.reason in ("pays", "fixed") else self._plan.reason

@@ -1,0 +1,196 @@
+"""The gRPC face of a target: handlers validate, queue and drain; nothing is computed here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import structlog
+
+from draftwire.errors import AlreadyExists, Cancelled, DraftwireError, Unavailable
+from draftwire.logs import get_logger
+from draftwire.serving import Lifecycle
+from draftwire.v1 import target_pb2, target_pb2_grpc
+from draftwire.wire import invalid
+from target_service import replies
+from target_service.checks import Checks
+from target_service.core import NUMERICS, Target
+from target_service.ledger import Released
+from target_service.params import Choosing, Generation
+from target_service.requests import MAX_TOP_LOGPROBS, generation_of, prompt_ids
+from target_service.sequence import Admitted, Done, Outcome, Sequence
+
+_log = get_logger("target")
+_MAX_NAMES = 1024
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TargetService(target_pb2_grpc.TargetServiceServicer):
+    """Serves once `target` is set; until then the interceptor answers UNAVAILABLE."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self.target: Target | None = None
+        self._lifecycle = lifecycle
+        self._live: dict[str, tuple[str, Sequence]] = {}
+        # Encoding is for one thread at a time, and long texts must not hold the event loop.
+        self._encoding = asyncio.Lock()
+
+    async def Generate(
+        self, request: target_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[target_pb2.GenerateResponse]:
+        """Streams one completion."""
+        target = self._ready()
+        async with self._encoding:
+            generation = await asyncio.to_thread(generation_of, request, target.parts.tokenizer, target.parts.defaults)
+        name = generation.request_id
+        if name in self._live:
+            raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
+        structlog.contextvars.bind_contextvars(request_id=name)
+        sequence = target.submit(generation)
+        self._live[name] = (owner_of(context), sequence)
+        try:
+            async for event in self._events(target, sequence):
+                yield event
+        finally:
+            del self._live[name]
+            target.scheduler.cancel(sequence)
+
+    async def Abort(self, request: target_pb2.AbortRequest, context: Context) -> target_pb2.AbortResponse:
+        """Ends requests of the same owner; others and unknown ones are passed over."""
+        if len(request.request_ids) > _MAX_NAMES:
+            raise invalid("request_ids", f"has {len(request.request_ids)} names, at most {_MAX_NAMES} are allowed")
+        target, owner = self._ready(), owner_of(context)
+        ended = []
+        for name in dict.fromkeys(request.request_ids):
+            found = self._live.get(name)
+            if found is not None and found[0] == owner:
+                target.scheduler.cancel(found[1], Cancelled("aborted by an Abort call", reason="ABORTED_BY_CALL"))
+                ended.append(name)
+        return target_pb2.AbortResponse(aborted_request_ids=ended)
+
+    async def Tokenize(self, request: target_pb2.TokenizeRequest, context: Context) -> target_pb2.TokenizeResponse:
+        """Exactly what Generate would tokenize."""
+        parts = self._ready().parts
+        checks = Checks()
+        async with self._encoding:
+            ids = await asyncio.to_thread(prompt_ids, request, parts.tokenizer, checks, parts.defaults.width)
+        checks.done()
+        return target_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self, request: target_pb2.DetokenizeRequest, context: Context
+    ) -> target_pb2.DetokenizeResponse:
+        """The text of ids, as a stream of them would give it."""
+        parts = self._ready().parts
+        checks = Checks()
+        checks.token_ids("token_ids", request.token_ids, parts.defaults.width)
+        checks.done()
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        hidden = parts.tokenizer.special_ids if skip else frozenset()
+        text = b"".join(parts.tokenizer.piece_bytes(token) for token in request.token_ids if token not in hidden)
+        return target_pb2.DetokenizeResponse(text=text.decode("utf-8", errors="replace"))
+
+    async def GetModelInfo(
+        self, request: target_pb2.GetModelInfoRequest, context: Context
+    ) -> target_pb2.GetModelInfoResponse:
+        """What is served."""
+        target = self._ready()
+        parts, defaults, rollback = target.parts, target.parts.defaults, target.engine.rollback
+        tokenizer = parts.tokenizer
+        abilities = ["logprobs", "speculation", "seed"]
+        abilities += ["chat"] if tokenizer.has_chat_template else []
+        abilities += ["tools"] if tokenizer.template_uses("tools") else []
+        return target_pb2.GetModelInfoResponse(
+            instance_id=self._lifecycle.instance_id,
+            software_version=version("draftwire"),
+            model_id=defaults.model_id,
+            model_revision=parts.loaded.revision or "",
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer_size=tokenizer.size,
+            context_length=defaults.context_length,
+            end_token_ids=sorted(defaults.end_ids),
+            dtype=parts.loaded.dtype,
+            device=parts.device,
+            numerics=NUMERICS,
+            default_sampling=_default_sampling(defaults.temperature),
+            capabilities=abilities,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            rollback=rollback.kind,
+            no_drafting_reason=rollback.reason,
+            default_max_tokens=defaults.max_tokens,
+            max_running=parts.limits.max_running,
+            max_queued=parts.limits.max_queued,
+            running=target.scheduler.running,
+            queued=target.scheduler.queued,
+        )
+
+    async def ListDrafters(
+        self, request: target_pb2.ListDraftersRequest, context: Context
+    ) -> target_pb2.ListDraftersResponse:
+        """The drafters as this target sees them."""
+        return replies.drafters(self._ready().pool.links)
+
+    async def idle(self) -> None:
+        """Waits until no request runs or waits."""
+        if self.target is not None:
+            await self.target.scheduler.idle()
+
+    def _ready(self) -> Target:
+        if self.target is None:
+            raise Unavailable("the model is loading", reason="NOT_READY", retry_after_s=2.0)
+        return self.target
+
+    async def _events(self, target: Target, sequence: Sequence) -> AsyncIterator[target_pb2.GenerateResponse]:
+        while True:
+            full = sequence.outbox.full()
+            outcome = await sequence.outbox.get()
+            if full:
+                target.scheduler.wake()
+            event = self._event(target, sequence, outcome)
+            yield event
+            if isinstance(outcome, Done):
+                _log_done(sequence.generation, sequence, outcome)
+                return
+
+    def _event(self, target: Target, sequence: Sequence, outcome: Outcome) -> target_pb2.GenerateResponse:
+        """Raises the outcome where it is an error."""
+        if isinstance(outcome, Released):
+            return replies.chunk(outcome)
+        if isinstance(outcome, Admitted):
+            loaded = target.parts.loaded
+            return replies.started(sequence, target.parts.defaults.model_id, loaded.revision, NUMERICS)
+        if isinstance(outcome, DraftwireError):
+            raise outcome
+        return replies.finished(sequence, outcome.finish, target.engine.rollback.kind)
+
+
+def owner_of(context: Context) -> str:
+    """Who calls: the authenticated identity, or one owner for all where there is none."""
+    identities = context.peer_identities()
+    return b"/".join(identities).decode("utf-8", errors="replace") if identities else "unauthenticated"
+
+
+def _default_sampling(temperature: float) -> target_pb2.SamplingParams:
+    sampling = replies.sampling(Choosing())
+    sampling.temperature = temperature
+    sampling.ClearField("seed")
+    return sampling
+
+
+def _log_done(generation: Generation, sequence: Sequence, done: Done) -> None:
+    counts = sequence.counts
+    _log.info(
+        "finished",
+        request_id=generation.request_id,
+        reason=done.finish.reason.value,
+        prompt_tokens=len(generation.prompt),
+        completion_tokens=sequence.ledger.completion_tokens,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        forwards=counts.forwards,
+        decode_s=round(sequence.times.decode_s, 3),
+        without_draft=dict(counts.without_draft),
+    )

@@ -1,0 +1,41 @@
+"""What one forward pass sees of a sequence, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from target_service.ledger import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """[pending, *drafts] of one sequence: row i is what the target says after drafts[:i]."""
+
+    slot: int
+    """The sequence's place in the engine."""
+    pending: int
+    """The last committed id."""
+    drafts: tuple[int, ...] = ()
+    first_step: int
+    """Step of row 0; row i draws with the noise of first_step + i."""
+    history: tuple[int, ...] = ()
+    """Ids up to and including pending that penalties look at; empty without penalties."""
+    ahead: bool = False
+    """The next window will be [what row 0 chooses] alone: the engine may begin it before this one is read."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward."""
+        return 1 + len(self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the target chose at each row of a window."""
+
+    ids: tuple[int, ...]
+    """(rows,)"""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """(rows,), or None where not asked for."""
+    forward_s: float
+    """From building the graph to the ids read back."""
