@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import typer
 from rich.console import Console
@@ -53,8 +53,8 @@ def describe(error: DraftwireError | ModelError) -> str:
     if not isinstance(error, DraftwireError):
         return str(error)
     fields = "; ".join(f"{v.field}: {v.description}" if v.field else v.description for v in error.violations)
-    # The message of a single bad field already is that field's line.
-    text = fields if fields and fields in error.message else "; ".join(filter(None, (error.message, fields)))
+    # The fields say all that the message says, and what would be right.
+    text = fields or error.message
     return f"{text} ({remedy})" if (remedy := _remedy(error)) else text
 
 
@@ -67,7 +67,7 @@ def report(error: DraftwireError | ModelError) -> int:
 class GuardedGroup(TyperGroup):
     """Turns errors of the library into one line and an exit code, wherever a command meets them."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
         try:
             return super().invoke(ctx)

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives `command`, some of whose parameters are frozen records, a signature in which their fields are parameters."""
     hints = get_type_hints(command, include_extras=True)
-    records = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in records:
@@ -29,7 +29,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # typer resolves annotations in the module of what a wrapper wraps.
-    del flat.__wrapped__  # type: ignore[attr-defined]
+    del flat.__wrapped__
     return flat
 
 

@@ -13,6 +13,7 @@ from client.console import EXIT_INTERRUPTED, report, stderr, stdout
 from client.options import Connection, Generation, Output
 from draftwire.client import Client
 from draftwire.errors import DraftwireError, Unavailable
+from draftwire.events import Completion
 from draftwire.request import GenerateOptions
 
 Message = Mapping[str, Any]
@@ -20,6 +21,7 @@ System = Annotated[str | None, typer.Option(help="What the model is told before 
 
 
 def generate(
+    *,
     connection: Connection,
     generation: Generation,
     output: Output,
@@ -38,7 +40,7 @@ def generate(
         play(client, None if chat else text, options, output)
 
 
-def chat(connection: Connection, generation: Generation, output: Output, system: System = None) -> None:
+def chat(*, connection: Connection, generation: Generation, output: Output, system: System = None) -> None:
     """Talks with the model. /reset forgets the conversation, /quit (or Ctrl-D) ends it."""
     err = stderr()
     history: list[Message] = _system(system)
@@ -55,7 +57,9 @@ def chat(connection: Connection, generation: Generation, output: Output, system:
                 continue
             turns = [*history, {"role": "user", "content": line}]
             try:
-                answer = play(client, None, {**generation.options(), "messages": turns}, output)
+                options = generation.options()
+                options["messages"] = turns
+                answer = play(client, None, options, output).text
             except Unavailable:
                 raise
             except DraftwireError as error:
@@ -66,12 +70,10 @@ def chat(connection: Connection, generation: Generation, output: Output, system:
 
 def play(
     client: Client, prompt: str | None, options: GenerateOptions, output: Output, mark: render.Mark | None = None
-) -> str:
-    """Streams one answer to stdout, its statistics to stderr; returns the text. Ctrl-C cancels and exits with 130."""
+) -> Completion:
+    """Streams one answer to stdout, its statistics to stderr; returns it. Ctrl-C cancels and exits with 130."""
     console = stdout()
-    view = render.view_for(
-        console, mark or render.mark_for(console, output.tint), output.json, lambda ids: client.detokenize(ids)
-    )
+    view = render.view_for(console, mark or render.mark_for(console, output.tint), output.json, client.detokenize)
     tally = render.Tally()
     try:
         with client.generate(prompt, **options) as stream:
@@ -87,7 +89,7 @@ def play(
         raise
     view.close()
     _print_statistics(tally, output)
-    return "".join(tally.parts)
+    return stream.completion()
 
 
 def _print_statistics(tally: render.Tally, output: Output) -> None:

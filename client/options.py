@@ -30,9 +30,11 @@ class Drafting(StrEnum):
     FIXED = "fixed"
 
 
-def option(text: str, panel: str, *names: str, **more: object) -> object:
-    """A typer option in a panel of the help."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=bool(more.pop("show", False)), **more)  # type: ignore[call-overload]
+def option(
+    text: str, panel: str, *names: str, envvar: str | None = None, metavar: str | None = None, show: bool = False
+) -> object:
+    """A typer option in a panel of the help; `show` prints its default there."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=show, envvar=envvar, metavar=metavar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,9 @@ class Connection:
 
     address: Annotated[
         str,
-        option("host:port of the target service.", CONNECTION, "--address", "-a", envvar="DRAFTWIRE_ADDRESS", show=True),
+        option(
+            "host:port of the target service.", CONNECTION, "--address", "-a", envvar="DRAFTWIRE_ADDRESS", show=True
+        ),
     ] = "127.0.0.1:50051"
     token: Annotated[str | None, option("Bearer token.", CONNECTION, envvar="DRAFTWIRE_TOKEN")] = None
     tls_ca: Annotated[Path | None, option("PEM file of authorities to trust; turns TLS on.", CONNECTION)] = None

@@ -67,7 +67,9 @@ class ChildProcess:
         """What to say of its end."""
         self._reader.join(_HURRY_S)
         code = self.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+        how = (
+            f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+        )
         lines = "".join(f"\n  {line}" for line in self._tail)
         return ProcessDied(f"the {self.name} service {how}; its last log lines:{lines or ' none'}")
 

@@ -123,7 +123,6 @@ class Tally:
         self._tokens = 0
         self._drafted = 0
         self.finished: Finished | None = None
-        self.parts: list[str] = []
 
     def see(self, event: Event) -> None:
         """Counts an event."""
@@ -133,7 +132,6 @@ class Tally:
             case Chunk():
                 self._tokens += len(event.tokens)
                 self._drafted += sum(token.from_draft for token in event.tokens)
-                self.parts.append(event.text)
             case Finished():
                 self.finished = event
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -48,6 +48,8 @@ class ServicesConfig:
     draft_arguments: tuple[str, ...] = ()
     """More flags of the services."""
     ready_timeout_s: float = 180.0
+    python: str = sys.executable
+    """Interpreter that runs the services."""
 
     def __post_init__(self) -> None:
         if (self.drafter == "model") != (self.draft_model is not None):
@@ -128,15 +130,13 @@ class Services:
 
     def stop(self) -> None:
         """Stops the target, then the drafter. Idempotent."""
-        for process in (self._target, self._drafter):
-            if process is not None:
-                self._progress(process.name, "stopping")
-                process.stop(_STOP_S)
-                self._progress(process.name, "stopped")
+        # A stack runs all of it, last first, also when Ctrl-C interrupts a part.
+        with ExitStack() as stack:
+            stack.callback(self._close_files)
+            for process in (self._drafter, self._target):
+                if process is not None:
+                    stack.callback(self._stop, process)
         self._target = self._drafter = None
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def wait(self) -> None:
         """Blocks until a process ends unasked, and raises ProcessDied. Ctrl-C ends the wait."""
@@ -177,6 +177,16 @@ class Services:
         self._progress(name, "starting")
         return ChildProcess(name, argv, self._log, self._exits.put)
 
+    def _stop(self, process: ChildProcess) -> None:
+        self._progress(process.name, "stopping")
+        process.stop(_STOP_S)
+        self._progress(process.name, "stopped")
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
     def _log(self, name: str, line: str) -> None:
         file = self._files.get(name)
         if file is None:
@@ -189,14 +199,22 @@ class Services:
         return share_threads(self.config.threads or _cores(), self.config.drafter)
 
     def _drafter_argv(self) -> list[str]:
-        argv = [sys.executable, "-m", "draft_service", "--host", "127.0.0.1", "--port", str(self._drafter_port)]
+        argv = [self.config.python, "-m", "draft_service", "--host", "127.0.0.1", "--port", str(self._drafter_port)]
         argv += ["--source", self.config.drafter, "--log-format", self.config.log_format]
         if self.config.draft_model is not None:
-            argv += ["--model", self.config.draft_model, "--threads", str(self._threads()[1])]
+            argv += ["--draft-model", self.config.draft_model, "--threads", str(self._threads()[1])]
         return [*argv, *self.config.draft_arguments]
 
     def _target_argv(self) -> list[str]:
-        argv = [sys.executable, "-m", "target_service", "--host", self.config.host, "--port", str(self._target_port)]
+        argv = [
+            self.config.python,
+            "-m",
+            "target_service",
+            "--host",
+            self.config.host,
+            "--port",
+            str(self._target_port),
+        ]
         argv += ["--model", self.config.model, "--threads", str(self._threads()[0])]
         argv += ["--log-format", self.config.log_format]
         if self.config.drafter != "none":

@@ -47,10 +47,7 @@ def tokenize(
     """Turns a text into token ids."""
     given = sys.stdin.read() if text is None or text == "-" else text
     with connection.client() as client:
-        if chat:
-            ids = client.tokenize(messages=[{"role": "user", "content": given}])
-        else:
-            ids = client.tokenize(given)
+        ids = client.tokenize(messages=[{"role": "user", "content": given}]) if chat else client.tokenize(given)
         if not pieces:
             print(" ".join(map(str, ids)))
             return

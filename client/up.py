@@ -18,6 +18,7 @@ from client.services import Services, ServicesConfig
 
 
 def up(
+    *,
     model: Annotated[str, typer.Option(help="Model of the target service.")] = "smollm2-135m",
     draft_model: Annotated[str | None, typer.Option(help="Model that drafts, instead of the lookup.")] = None,
     lookup: Annotated[bool, typer.Option("--lookup", help="Drafts from the text so far (the default).")] = False,

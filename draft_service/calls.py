@@ -10,6 +10,8 @@ from draft_service.history import Advance
 from draft_service.sources.base import Ask, DraftEnd, Guess
 from draftwire.errors import DraftwireError
 
+NOTHING = Guess(end=DraftEnd.NO_MATCH)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -29,7 +31,7 @@ class Outcome:
 
     committed_length: int
     lease_s: float
-    guess: Guess = Guess(end=DraftEnd.NO_MATCH)
+    guess: Guess = NOTHING
     reused_length: int = 0
     queued_s: float = 0.0
     computed_s: float = 0.0

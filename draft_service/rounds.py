@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from draft_service.calls import Call, Outcome, Round
+from draft_service.calls import NOTHING, Call, Outcome, Round
 from draft_service.history import History
 from draft_service.sessions import Session, SessionTable
 from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, Runner, SessionSpec, Source
@@ -37,6 +37,7 @@ class Rounds:
         prefill_step_size: int = 256,
     ) -> None:
         self.table = table
+        table.on_close = self._closed
         self.source = source
         self._runner = runner
         self._clock = clock
@@ -58,10 +59,6 @@ class Rounds:
         """Stops all calls, closes all sessions, and waits until their drafters are gone."""
         self.table.close_all()
         await self.idle()
-
-    def closed(self, session: Session) -> None:
-        """A session has left the table: its drafter goes once no call uses it. The `on_close` of the table."""
-        self._start(self._discard(session))
 
     async def prefill(
         self, owner: str, session_id: str, *, spec: SessionSpec, history: History, lease_s: float | None
@@ -190,12 +187,12 @@ class Rounds:
             raise
 
     def _outcome(
-        self, session: Session, call: Call, length: int, guess: Guess | None = None, *, reused_length: int = 0
+        self, session: Session, call: Call, length: int, guess: Guess = NOTHING, *, reused_length: int = 0
     ) -> Outcome:
         waited_s = self._clock() - call.began_s - call.computed_s
         return Outcome(
             committed_length=length,
-            guess=guess or Guess(end=DraftEnd.NO_MATCH),
+            guess=guess,
             reused_length=reused_length,
             lease_s=session.lease_s,
             queued_s=max(0.0, waited_s),
@@ -227,6 +224,10 @@ class Rounds:
             call.waiters -= 1
             if not call.waiters and call.running:
                 call.stop(Cancelled("nobody waits for the answer"))
+
+    def _closed(self, session: Session) -> None:
+        """A session has left the table: its drafter goes once no call uses it."""
+        self._start(self._discard(session))
 
     async def _discard(self, session: Session) -> None:
         async with session.turn:

@@ -57,13 +57,12 @@ class Session:
 class SessionTable:
     """All sessions, by name. Memory is charged when a session opens, for the longest it may become."""
 
-    def __init__(
-        self, limits: SessionLimits, clock: Callable[[], float], on_close: Callable[[Session], None] = lambda _: None
-    ) -> None:
-        """clock: monotonic seconds; on_close: told of each session that has left the table."""
+    def __init__(self, limits: SessionLimits, clock: Callable[[], float]) -> None:
+        """clock: monotonic seconds."""
+        self.on_close: Callable[[Session], None] | None = None
+        """Told of each session that has left the table."""
         self._limits = limits
         self._clock = clock
-        self._on_close = on_close
         self._sessions: dict[str, Session] = {}
         self.kv_bytes = 0
         """Bytes that are charged."""
@@ -124,7 +123,8 @@ class SessionTable:
             del self._sessions[session.session_id]
             self.kv_bytes -= session.charged_bytes
             session.stop_calls(unknown(session.session_id))
-            self._on_close(session)
+            if self.on_close is not None:
+                self.on_close(session)
 
     def close_all(self) -> None:
         """Closes every session."""

@@ -113,6 +113,10 @@ class AsyncGenerateStream:
     ) -> None:
         self.close()
 
+    def completion(self) -> Completion:
+        """The whole answer, once the last event was read. Raises IncompleteStream before."""
+        return self._state.completion()
+
     async def collect(self) -> Completion:
         """Reads what is left and returns the whole answer. Raises as the iteration does."""
         async with self:

@@ -82,6 +82,10 @@ class GenerateStream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def completion(self) -> Completion:
+        """The whole answer, once the last event was read. Raises IncompleteStream before."""
+        return self._state.completion()
+
     def collect(self) -> Completion:
         """Reads what is left and returns the whole answer. Raises as the iteration does."""
         with self:

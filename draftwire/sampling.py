@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SAMPLER_VERSION = 1
 
+# Below it, logits / temperature overflow float32 before they reach the draw; the most likely token has all the mass anyway.
+_GREEDY_BELOW = 1e-6
 # Each pass of the search halves the mass that is left, or better; most rows are done after the first.
 _PASSES = 3
 
@@ -32,7 +34,7 @@ class Sampler:
     """How one sequence draws. A value, not a stream: a step can be drawn again, elsewhere, or never."""
 
     temperature: float = 0.0
-    """0 means greedy; then the other fields have no effect."""
+    """0, or anything below 1e-6, means greedy; then the other fields have no effect."""
     top_p: float = 1.0
     """Kept mass, (0, 1]."""
     top_k: int = 0
@@ -45,7 +47,7 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always drawn."""
-        return self.temperature == 0.0
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def filters(self) -> bool:
@@ -117,6 +119,8 @@ def _search(rest: mx.array, logprobs: mx.array, sampler: Sampler) -> Draw:
 
     probabilities = mx.exp(logprobs)
     floor = mx.max(logprobs, axis=-1, keepdims=True) + (math.log(sampler.min_p) if sampler.min_p > 0 else -math.inf)
+    # The whole mass rounds to 1 long before the last token: 1 must mean all of them.
+    mass_limit = sampler.top_p if sampler.top_p < 1.0 else math.inf
     rank_limit = sampler.top_k if sampler.top_k > 0 else logprobs.shape[-1]
     for _ in range(_PASSES):
         ids = mx.argmax(rest, axis=-1, keepdims=True)
@@ -124,7 +128,7 @@ def _search(rest: mx.array, logprobs: mx.array, sampler: Sampler) -> Draw:
         above = logprobs > own
         mass = mx.sum(mx.where(above, probabilities, 0.0), axis=-1, keepdims=True)
         rank = mx.sum(above, axis=-1, keepdims=True)
-        kept = (mass < sampler.top_p) & (own >= floor) & (rank < rank_limit)
+        kept = (mass < mass_limit) & (own >= floor) & (rank < rank_limit)
         # The most likely token is always kept, whatever rounding did to the floor.
         kept = kept | (rank == 0)
         rest = mx.where(kept | above, rest, -math.inf)

@@ -21,9 +21,13 @@ PROTOCOL_VERSION = 1
 ERROR_DOMAIN = "draftwire.v1"
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
-# gRPC's metadata limit is 8 KiB: above it, the client sees RESOURCE_EXHAUSTED instead of the error itself.
+# gRPC's metadata limit is 8 KiB: above it, the client sees RESOURCE_EXHAUSTED instead of the error itself. The message
+# counts up to four times: percent-encoded, where a byte may take three, and once more in the details.
 _MAX_VIOLATIONS = 16
-_MAX_DETAIL_CHARS = 2048
+_MAX_DETAIL_BYTES = 2048
+_MAX_MESSAGE_BYTES = 768
+_MAX_FIELD_BYTES = 200
+_MAX_DESCRIPTION_BYTES = 500
 
 
 def prefix_hash(ids: Sequence[int], so_far: int = 0) -> int:
@@ -48,11 +52,13 @@ def to_seconds(duration: Duration) -> float:
 def shortened(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
     """At most 16 violations and 2 KiB of text; the last one then says how many were left out."""
     kept: list[FieldViolation] = []
-    chars = 0
+    size = 0
     for index, violation in enumerate(violations):
-        short = FieldViolation(violation.field[:200], violation.description[:500])
-        chars += len(short.field.encode()) + len(short.description.encode())
-        if index == _MAX_VIOLATIONS or chars > _MAX_DETAIL_CHARS:
+        short = FieldViolation(
+            _cut(violation.field, _MAX_FIELD_BYTES), _cut(violation.description, _MAX_DESCRIPTION_BYTES)
+        )
+        size += len(short.field.encode()) + len(short.description.encode())
+        if index == _MAX_VIOLATIONS or size > _MAX_DETAIL_BYTES:
             kept.append(FieldViolation("", f"and {len(violations) - index} more"))
             break
         kept.append(short)
@@ -62,7 +68,9 @@ def shortened(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
 def to_status(error: DraftwireError) -> rpc_status._Status:
     """The gRPC status of an error, with ErrorInfo, BadRequest and RetryInfo as they apply."""
     info = error_details_pb2.ErrorInfo(
-        reason=error.reason, domain=ERROR_DOMAIN, metadata={k: v[:200] for k, v in error.metadata.items()}
+        reason=error.reason,
+        domain=ERROR_DOMAIN,
+        metadata={key: _cut(value, _MAX_FIELD_BYTES) for key, value in error.metadata.items()},
     )
     details = [_packed(info)]
     if error.violations:
@@ -73,7 +81,7 @@ def to_status(error: DraftwireError) -> rpc_status._Status:
     if error.retry_after_s is not None:
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after_s))))
     number = code_pb2.Code.Value(error.code.name)
-    status = status_pb2.Status(code=number, message=error.message[:1024], details=details)
+    status = status_pb2.Status(code=number, message=_cut(error.message, _MAX_MESSAGE_BYTES), details=details)
     return rpc_status.to_status(status)
 
 
@@ -107,6 +115,11 @@ def from_rpc_error(error: grpc.RpcError) -> DraftwireError:
 def invalid(field: str, description: str, *, reason: str | None = None) -> InvalidRequest:
     """The error for a single bad field."""
     return InvalidRequest(f"{field}: {description}", reason=reason, violations=[FieldViolation(field, description)])
+
+
+def _cut(text: str, most: int) -> str:
+    """The text's beginning of at most so many bytes of UTF-8, without a part of a character."""
+    return text.encode("utf-8", errors="replace")[:most].decode("utf-8", errors="ignore")
 
 
 def _packed(

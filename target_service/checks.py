@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.struct_pb2 import Struct, Value
 
 from draftwire.errors import FieldViolation, InvalidRequest
+
+# Order of keys in a prompt: as chat templates and their training data write tools and calls, then by alphabet.
+_FIRST_KEYS = ("id", "type", "function", "name", "description", "arguments", "parameters", "properties", "required")
 
 
 class Checks:
@@ -14,6 +20,11 @@ class Checks:
     def __init__(self) -> None:
         self._violations: list[FieldViolation] = []
         self._reasons: list[str] = []
+
+    @property
+    def noted(self) -> int:
+        """Violations so far."""
+        return len(self._violations)
 
     def bad(self, field: str, description: str, reason: str = "FIELD_INVALID") -> None:
         """Notes a violation."""
@@ -40,6 +51,34 @@ class Checks:
             if token >= width:
                 self.bad(f"{field}[{index}]", f"is {token}, the vocabulary ends at {width - 1}", "TOKEN_OUT_OF_VOCAB")
                 return
+
+    def plain(self, field: str, struct: Struct) -> dict[str, Any]:
+        """A Struct as plain values for a template. Notes NaN and infinities, which JSON does not have.
+
+        A Struct keeps neither the order of keys nor whether 3 was 3.0: keys come in one fixed order, so that equal requests
+        give equal prompts, and whole numbers as integers.
+        """
+        keys = sorted(struct.fields, key=lambda key: (_FIRST_KEYS.index(key) if key in _FIRST_KEYS else 99, key))
+        return {key: self._plain_value(f"{field}.{key}", struct.fields[key]) for key in keys}
+
+    def _plain_value(self, field: str, value: Value) -> Any:
+        match value.WhichOneof("kind"):
+            case "struct_value":
+                return self.plain(field, value.struct_value)
+            case "list_value":
+                return [self._plain_value(f"{field}[{i}]", item) for i, item in enumerate(value.list_value.values)]
+            case "string_value":
+                return value.string_value
+            case "bool_value":
+                return value.bool_value
+            case "number_value":
+                number = value.number_value
+                if not math.isfinite(number):
+                    self.bad(field, f"is {number}, must be a finite number")
+                    return None
+                return int(number) if number.is_integer() and abs(number) < 2**53 else number
+            case _:
+                return None
 
     def done(self) -> None:
         """Raises InvalidRequest if anything was noted. Its reason is that of the first violation."""

@@ -29,7 +29,7 @@ class _Report:
     ids: mx.array
     """(rows,)"""
     scores: mx.array
-    """(rows, 1) processed logits of the ids."""
+    """(rows, 1) processed logits of the ids, or their log-probabilities where filters are on: not finite for a bad row."""
     logprobs: mx.array | None
     """(rows, 1)"""
     top_ids: mx.array | None
@@ -78,7 +78,7 @@ def choose(logits: mx.array, choosing: Choosing, window: Window) -> PendingChoic
     logits = process(logits.astype(mx.float32), choosing, window)
     drawn = draw(logits, choosing.sampler, range(window.first_step, window.first_step + logits.shape[0]))
     ids = drawn.ids if isinstance(drawn, Draw) else drawn
-    return PendingChoice(drawn, logits, _report(logits, ids, choosing), choosing)
+    return PendingChoice(drawn, logits, _report(logits, drawn, ids, choosing), choosing)
 
 
 def read(choice: PendingChoice) -> Chosen:
@@ -88,16 +88,18 @@ def read(choice: PendingChoice) -> Chosen:
     if isinstance(choice.drawn, Draw) and not mx.all(choice.drawn.done).item():
         settled = False
         ids = mx.array(settle(choice.drawn, choice.choosing.sampler), dtype=mx.uint32)
-        report = _report(choice.processed, ids, choice.choosing)
-    # argmax answers id 0 for a row of -inf, and the id of a NaN: both must be loud.
+        report = _report(choice.processed, choice.drawn, ids, choice.choosing)
+    # argmax answers id 0 for a row of -inf, and the id of a NaN: both must be loud. Filters turn a row that holds one NaN
+    # into a row of NaN, whose argmax may be an id with a good logit: there the log-probabilities tell.
     if not all(math.isfinite(score) for (score,) in _floats(report.scores)):
         raise InternalError("the model's logits are not finite", reason="LOGITS_NOT_FINITE")
     return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled)
 
 
-def _report(processed: mx.array, ids: mx.array, choosing: Choosing) -> _Report:
+def _report(processed: mx.array, drawn: Draw | mx.array, ids: mx.array, choosing: Choosing) -> _Report:
     column = ids[:, None]
-    scores = mx.take_along_axis(processed, column, axis=-1)
+    judged = drawn.logprobs if isinstance(drawn, Draw) else processed
+    scores = mx.take_along_axis(judged, column, axis=-1)
     if choosing.top_logprobs is None:
         return _Report(ids, scores, None, None, None)
     every = log_softmax(processed)

@@ -23,6 +23,7 @@ _GAIN_TO_STAY = 1.0
 _PRIOR_QUESTIONS = 4.0
 _PRIOR_ACCEPTANCE = 0.7
 _MAX_PAUSE_ROUNDS = 32
+_MOST_MISSES = 8
 _FOLLOW = 0.2
 
 
@@ -131,6 +132,7 @@ class Acceptance:
     def __init__(self, positions: int, prior: Acceptance | None = None) -> None:
         """prior: what other sequences saw of the same drafter."""
         self.questions = _PRIOR_QUESTIONS
+        self._misses = 0
         if prior is None:
             self.proposed = [_PRIOR_QUESTIONS] * positions
             self.accepted = [_PRIOR_QUESTIONS * _PRIOR_ACCEPTANCE ** (j + 1) for j in range(positions)]
@@ -143,14 +145,18 @@ class Acceptance:
         """Books a question for `asked` drafts. Positions that were not asked for keep their conditional shares."""
         reach = min(max(asked, proposed), len(self.proposed))
         before = [self._ratio(j) for j in range(len(self.proposed))]
-        self.questions = self.questions * _DECAY + 1.0
+        # Wrong at once, again and again: what was learned before is out of date, so it fades faster.
+        self._misses = min(self._misses + 1, _MOST_MISSES) if proposed and not accepted else 0
+        decay: float = _DECAY ** max(1, self._misses - 2)
+        self.questions = self.questions * decay + 1.0
         for j in range(reach):
-            self.proposed[j] = self.proposed[j] * _DECAY + (1.0 if j < proposed else 0.0)
-            self.accepted[j] = self.accepted[j] * _DECAY + (1.0 if j < accepted else 0.0)
+            self.proposed[j] = self.proposed[j] * decay + (1.0 if j < proposed else 0.0)
+            self.accepted[j] = self.accepted[j] * decay + (1.0 if j < accepted else 0.0)
         for j in range(reach, len(self.proposed)):
             offered, stood = before[j]
             self.proposed[j] = (self.proposed[j - 1] if j else self.questions) * offered
-            self.accepted[j] = (self.accepted[j - 1] if j else self.questions) * stood
+            # What was accepted was offered, also where the two shares were learned from different questions.
+            self.accepted[j] = min(self.proposed[j], (self.accepted[j - 1] if j else self.questions) * stood)
 
     def survival(self, j: int) -> float:
         """Share of questions whose first j drafts were all accepted; 1 for j = 0."""
@@ -186,6 +192,7 @@ class Auto:
         self._pause = 0
         self._next_pause = 1
         self._asked = drafts
+        self._missed = 0
 
     def plan(self, limit: int) -> Plan:
         """Active: asks and waits. Watching: asks without waiting every few rounds, and not at all in between."""
@@ -197,7 +204,9 @@ class Auto:
         if self._active:
             self._pause, self._next_pause = 0, 1
             self._asked = best
-            return Plan(best, min(self._timeout_s, 2.0 * self._wait_s(best) + 0.002), "pays")
+            patience_s = min(self._timeout_s, 2.0 * self._wait_s(best) + 0.002)
+            # Halved for each wait in vain: what was good until it fell silent must not be waited for at length.
+            return Plan(best, patience_s / 2**self._missed, "pays")
         if self._pause > 0:
             self._pause -= 1
             return Plan(0, 0.0, "not_worth_it")
@@ -233,6 +242,10 @@ class Auto:
 
     def answered(self, drafts: int, delay_s: float, computed_s: float) -> None:
         """Follows the delay, apart into what each draft costs and the rest (round trip, queue)."""
+        self._missed = 0
+        self._follow(drafts, delay_s, computed_s)
+
+    def _follow(self, drafts: int, delay_s: float, computed_s: float) -> None:
         self._answers += 1
         follow = max(_FOLLOW, 1.0 / self._answers)
         self._delay_s += follow * (max(0.0, delay_s - computed_s) - self._delay_s)
@@ -240,11 +253,12 @@ class Auto:
             self._draft_s += follow * (computed_s / drafts - self._draft_s)
 
     def late(self) -> None:
-        """Nothing yet: the answer will say how late it was."""
+        """Waits half as long next time, unless the answer comes and says how late it was."""
+        self._missed = min(self._missed + 1, 16)
 
     def lost(self) -> None:
         """A lost question brought nothing, after a long wait."""
-        self.answered(0, self._timeout_s, 0.0)
+        self._follow(0, self._timeout_s, 0.0)
         self.scored(0, 0)
 
     def _wait_s(self, drafts: int) -> float:

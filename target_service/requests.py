@@ -7,8 +7,6 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from google.protobuf.json_format import MessageToDict
-
 from draftwire.errors import NotFound, Unsupported
 from draftwire.sampling import Sampler
 from draftwire.tokenizer import ChatTemplateError, Tokenizer
@@ -101,6 +99,7 @@ def prompt_ids(
     request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest, tokenizer: Tokenizer, checks: Checks, width: int
 ) -> list[int]:
     """Token ids of whichever prompt was given; violations go to `checks`."""
+    noted = checks.noted
     if request.HasField("text"):
         add_special = True
         if isinstance(request, target_pb2.TokenizeRequest) and request.HasField("add_special_tokens"):
@@ -117,11 +116,7 @@ def prompt_ids(
     else:
         checks.bad("prompt", "is missing; give one of text, chat and token_ids", "FIELD_REQUIRED")
         return []
-    if (
-        not ids
-        and isinstance(request, target_pb2.GenerateRequest)
-        and not (field == "chat" and not request.chat.messages)
-    ):
+    if not ids and checks.noted == noted and isinstance(request, target_pb2.GenerateRequest):
         checks.bad(field, "has no tokens; a prompt needs at least one", "FIELD_REQUIRED")
     return ids
 
@@ -144,25 +139,28 @@ def chat_ids(chat: target_pb2.ChatPrompt, tokenizer: Tokenizer, checks: Checks) 
     if generate and chat.continue_final_message:
         checks.bad("chat.add_generation_prompt", "cannot be combined with continue_final_message")
         return []
+    arguments = checks.plain("chat.template_arguments", chat.template_arguments)
     try:
         return tokenizer.apply_chat_template(
-            [_message(message) for message in chat.messages],
+            [_message(f"chat.messages[{i}]", message, checks) for i, message in enumerate(chat.messages)],
             add_generation_prompt=generate,
             continue_final_message=chat.continue_final_message,
-            template_arguments=MessageToDict(chat.template_arguments) if chat.HasField("template_arguments") else None,
-            tools=[MessageToDict(tool) for tool in chat.tools] or None,
+            template_arguments=arguments or None,
+            tools=[checks.plain(f"chat.tools[{i}]", tool) for i, tool in enumerate(chat.tools)] or None,
         )
     except ChatTemplateError as error:
         checks.bad("chat", f"the chat template refuses it: {error}", "CHAT_TEMPLATE")
         return []
 
 
-def _message(message: target_pb2.ChatMessage) -> dict[str, Any]:
+def _message(field: str, message: target_pb2.ChatMessage, checks: Checks) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         found["name"] = message.name
     if message.tool_calls:
-        found["tool_calls"] = [MessageToDict(call) for call in message.tool_calls]
+        found["tool_calls"] = [
+            checks.plain(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+        ]
     if message.tool_call_id:
         found["tool_call_id"] = message.tool_call_id
     return found

@@ -40,7 +40,7 @@ class Scheduler:
         """open_source: makes the drafts of an admitted sequence."""
         self._engine = engine
         self._limits = limits
-        self._open_source = open_source
+        self.open_source = open_source
         self._queue: list[tuple[int, int, Sequence]] = []
         self._order = itertools.count()
         self._running: list[Sequence] = []
@@ -156,7 +156,7 @@ class Scheduler:
             heapq.heappop(self._queue)
             self._running.append(first)
             slot = await self._engine.open(first.generation.choosing)
-            first.admit(slot, self._engine.rollback, self._open_source(first))
+            first.admit(slot, self._engine.rollback, self.open_source(first))
 
     async def _prefill_one(self) -> bool:
         """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""

@@ -49,12 +49,13 @@ class TextGate:
         self._held.append(_Held(text, clean=not self._decoder.getstate()[0]))
         self._pushed += 1
         held = "".join(token.text for token in self._held)
-        if self._pushed <= self._min_tokens:
-            return self._release(len(held))
-        found = first_stop(held, self._stops)
+        # An unfinished character may still hold some of the first tokens, whose text is not searched.
+        first = max(0, self._min_tokens - (self._pushed - len(self._held)))
+        begin = sum(len(token.text) for token in self._held[:first])
+        found = first_stop(held[begin:], self._stops)
         if found is not None:
-            return self._stop(held, *found)
-        return self._release(len(held) - open_length(held, self._stops))
+            return self._stop(held, begin + found[0], begin + found[1])
+        return self._release(len(held) - open_length(held[begin:], self._stops))
 
     def finish(self) -> Passed:
         """Ends the text without a stop: everything leaves, an unfinished character as U+FFFD."""

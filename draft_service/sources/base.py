@@ -121,6 +121,9 @@ class Source(Protocol):
     def open(self, spec: SessionSpec) -> Drafter:
         """An empty drafter. Cheap: memory is taken by `feed` and `draft`."""
 
+    def close(self) -> None:
+        """Frees what it holds, after all of its drafters."""
+
 
 class Runner(Protocol):
     """Where drafters compute."""

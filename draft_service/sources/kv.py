@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from draft_service.sources.base import SourceError
 
@@ -103,12 +103,16 @@ def _probe_rollback(model: Any, name: str) -> None:
     cut.extend([1, 2, 5, 6, 7])
     cut.cut(2)
     found = cut.logits([3, 4])
-    gap = float(mx.max(mx.abs(expected.astype(mx.float32) - found.astype(mx.float32))).item())
-    spread = float(mx.max(mx.abs(expected)).item())
+    gap = _number(mx.max(mx.abs(expected.astype(mx.float32) - found.astype(mx.float32))))
+    spread = _number(mx.max(mx.abs(expected)))
     if not gap <= 1e-3 * max(1.0, spread):
         raise SourceError(
             f"{name} cannot draft: after a roll-back its logits differ by {gap:.3g}; choose another draft model"
         )
+
+
+def _number(value: mx.array) -> float:
+    return cast("float", value.item())
 
 
 def _flat(layers: Sequence[Any]) -> Iterator[Any]:

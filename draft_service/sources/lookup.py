@@ -43,6 +43,9 @@ class LookupSource:
         """An empty index."""
         return LookupDrafter(spec, min_match=self._min_match, context_length=self.context_length)
 
+    def close(self) -> None:
+        """Nothing is shared by sessions."""
+
 
 class LookupDrafter:
     """The index of one session."""

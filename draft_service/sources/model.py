@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, SessionSpec, Stop
 from draft_service.sources.kv import KvCache, kv_bytes_for, require_rollback
@@ -36,7 +37,7 @@ class ModelSource:
         self.tokenizer_size = tokenizer_size
         self.context_length = loaded.context_length
         self.weights_bytes = loaded.weights_bytes
-        self._model = loaded.model
+        self._model: Any = loaded.model
         self._bytes_per_token = loaded.kv_bytes_per_token
         self._step = prefill_step_size
         # A head may be padded beyond the tokenizer; those ids mean nothing to anybody.
@@ -57,6 +58,13 @@ class ModelSource:
             prefill_step_size=self._step,
         )
 
+    def close(self) -> None:
+        """Drops the weights."""
+        import mlx.core as mx
+
+        self._model = None
+        mx.clear_cache()
+
 
 class ModelDrafter:
     """One session: the committed ids it was told, and the KV of a path that agrees with them as far as possible.
@@ -66,7 +74,7 @@ class ModelDrafter:
     """
 
     def __init__(
-        self, model: object, spec: SessionSpec, *, vocabulary: int, context_length: int, prefill_step_size: int
+        self, model: Any, spec: SessionSpec, *, vocabulary: int, context_length: int, prefill_step_size: int
     ) -> None:
         self._model = model
         self._spec = spec
@@ -120,35 +128,35 @@ class ModelDrafter:
         row = self._row_behind(ask.assumed, stop) if limit > 0 else None
         if row is None:
             return Guess(end=end if limit <= 0 else DraftEnd.TIME_BUDGET)
-        return self._continue(row, position, limit, end, ask.want_confidences, stop)
+        return self._continue(row, replace(ask, limit=limit), end, stop)
 
     def close(self) -> None:
         """Drops the KV and gives its memory back."""
         import mlx.core as mx
 
-        self._kv, self._committed, self._agreed = None, [], 0
+        self._model, self._kv, self._committed, self._agreed = None, None, [], 0
         mx.clear_cache()
 
-    def _continue(
-        self, row: mx.array, position: int, limit: int, end: DraftEnd, want_confidences: bool, stop: Stop
-    ) -> Guess:
+    def _continue(self, row: mx.array, ask: Ask, end: DraftEnd, stop: Stop) -> Guess:
+        """Drafts from the logits `row` on; `end` is why the limit is where it is."""
         import mlx.core as mx
 
         ids: list[int] = []
         chances: list[float] = []
         kv, sampler = self._opened(), self._spec.sampler
+        step = len(self._committed) + len(ask.assumed) - self._spec.prompt_length
         while True:
-            drawn = draw(row, sampler, [position + len(ids) - self._spec.prompt_length])
-            last = len(ids) + 1 == limit
+            drawn = draw(row, sampler, [step + len(ids)])
+            last = len(ids) + 1 == ask.limit
             ahead: mx.array | None = None
             if not last and not isinstance(drawn, Draw):
                 # The next forward is built while this one still runs.
                 ahead = kv.logits_lazily(drawn)[:, : self._vocabulary]
-                mx.async_eval(ahead)
+                mx.async_eval(ahead)  # type: ignore[no-untyped-call]
             token_id = settle(drawn, sampler)[0] if isinstance(drawn, Draw) else host_ids(drawn)[0]
             ids.append(token_id)
-            if want_confidences:
-                chances.append((chances[-1] if chances else 1.0) * math.exp(log_softmax(row)[0, token_id].item()))
+            if ask.want_confidences:
+                chances.append((chances[-1] if chances else 1.0) * _chance(row, token_id))
             if ahead is not None:
                 kv.fed.append(token_id)
                 kv.check()
@@ -217,6 +225,10 @@ def load_model_source(
         tokenizer_fingerprint=tokenizer.fingerprint,
         prefill_step_size=prefill_step_size,
     )
+
+
+def _chance(row: mx.array, token_id: int) -> float:
+    return math.exp(cast("float", log_softmax(row)[0, token_id].item()))
 
 
 def _common(left: Sequence[int], right: Sequence[int], start: int) -> int:
