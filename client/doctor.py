@@ -32,7 +32,9 @@ def doctor(
     model: Annotated[str, typer.Option(help="Model to look for and to measure.")] = "smollm2-135m",
     measure: Annotated[bool, typer.Option(help="Measures windows on the model.")] = True,
     blas: Annotated[str, typer.Option(help="BLAS to measure with: auto, openblas or reference.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads to measure with; all cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads to measure with; all cores but one, as the services.")
+    ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Looks at this machine and at the service behind --address. Exits with 4 where something is wrong."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -56,11 +55,14 @@ class ServicesConfig:
             raise ValueError("draft_model goes with drafter='model', and only with it")
 
 
-def share_threads(total: int, drafter: DrafterKind) -> tuple[int, int]:
-    """Threads of (target, drafter). A model drafts on a core of its own where there are two; a lookup needs none."""
-    if drafter == "model" and total >= 2:
-        return total - 1, 1
-    return total, 1
+def share_threads(total: int | None, drafter: DrafterKind) -> tuple[int | None, int]:
+    """Threads of (target, drafter); None leaves the target its default, which is all cores but one.
+
+    A model drafts on a core of its own where there are two; a lookup needs none.
+    """
+    if total is None:
+        return None, 1
+    return (total - 1, 1) if drafter == "model" and total >= 2 else (total, 1)
 
 
 def free_port(host: str) -> int:
@@ -195,8 +197,8 @@ class Services:
         with suppress(ValueError):  # closed: the process outlived its stop
             file.write(line + "\n")
 
-    def _threads(self) -> tuple[int, int]:
-        return share_threads(self.config.threads or _cores(), self.config.drafter)
+    def _threads(self) -> tuple[int | None, int]:
+        return share_threads(self.config.threads, self.config.drafter)
 
     def _drafter_argv(self) -> list[str]:
         argv = [self.config.python, "-m", "draft_service", "--host", "127.0.0.1", "--port", str(self._drafter_port)]
@@ -215,7 +217,9 @@ class Services:
             "--port",
             str(self._target_port),
         ]
-        argv += ["--model", self.config.model, "--threads", str(self._threads()[0])]
+        argv += ["--model", self.config.model]
+        threads = self._threads()[0]
+        argv += ["--threads", str(threads)] if threads is not None else []
         argv += ["--log-format", self.config.log_format]
         if self.config.drafter != "none":
             argv += ["--drafter", self.drafter_address]
@@ -247,10 +251,6 @@ class Services:
                     return
                 time.sleep(_POLL_S)
         self._progress("target", "serving, without its drafter")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _to_stderr(name: str, line: str) -> None:

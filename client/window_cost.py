@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from draftwire.blas import BlasError, load_blas
+from draftwire.blas import BlasError, default_threads, load_blas
 from draftwire.models import ModelError
 
 ROWS: Final = (1, 2, 4, 8, 16)
@@ -36,7 +36,7 @@ def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int) -
 
 def run(model: str, blas: str, threads: int | None, repeats: int, cache_dir: str | None) -> dict[str, Any]:
     """Everything that the process can say: BLAS, device, model, and milliseconds by rows."""
-    info = load_blas(blas, threads=threads)  # type: ignore[arg-type]
+    info = load_blas(blas, threads=threads or default_threads())  # type: ignore[arg-type]
     from pathlib import Path
 
     from draftwire.lm import load_model

@@ -29,7 +29,7 @@ def _load_blas(settings: DraftSettings) -> bool:
     """Must come before anything imports mlx."""
     log = get_logger("draft_service")
     try:
-        info = load_blas(settings.blas, threads=settings.threads)
+        info = load_blas(settings.blas, threads=settings.blas_threads)
     except BlasError as error:
         log.error("cannot_load_blas", reason=str(error))
         return False

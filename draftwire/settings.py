@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -9,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
+
+from draftwire.blas import default_threads
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -30,7 +33,7 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     threads: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Threads of the BLAS on a CPU; all cores when absent."
+        None, description="Threads of the BLAS on a CPU; one core less than there are when absent."
     )
     blas: Literal["auto", "openblas", "reference"] = Field(
         "auto", description="BLAS on a Linux CPU; 'reference' is slow but sums alike for any number of rows."
@@ -46,6 +49,13 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="'auto' is for people on a terminal and JSON elsewhere."
     )
+
+    @property
+    def blas_threads(self) -> int | None:
+        """Threads for `load_blas`; None leaves OpenBLAS's own variable in charge, where somebody has set it."""
+        if self.threads is None and "OPENBLAS_NUM_THREADS" in os.environ:
+            return None
+        return self.threads or default_threads()
 
 
 S = TypeVar("S", bound=ServiceSettings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
@@ -14,6 +15,9 @@ from draftwire.serving import Lifecycle, Signals, State, drain, listen, tune_int
 from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
+
+if TYPE_CHECKING:
+    from target_service.core import Target
 
 _log = get_logger("target")
 _SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -25,12 +29,12 @@ def main() -> None:
     configure(settings.log_level, settings.log_format)
     tune_interpreter()
     try:
-        blas = load_blas(settings.blas, threads=settings.threads)
+        blas = load_blas(settings.blas, threads=settings.blas_threads)
         (_log.warning if blas.kind == "reference" else _log.info)(
             "blas", kind=blas.kind, threads=blas.threads, version=blas.version, reason=blas.reason
         )
         asyncio.run(run(settings, blas))
-    except (ModelError, BlasError, OSError) as error:
+    except (ModelError, BlasError, OSError, RuntimeError) as error:
         _log.error("cannot_serve", reason=str(error))
         sys.exit(1)
 
@@ -56,13 +60,23 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
             service.target = await load_target(settings, blas, compute, lifecycle.instance_id, stack)
             watchdog = asyncio.create_task(watch(compute, lifecycle, settings.watchdog_s))
             await lifecycle.enter(State.SERVING)
-            await signals.stop.wait()
+            if not await _stop_asked(signals, service.target):
+                raise RuntimeError("the round loop died")
             watchdog.cancel()
             await drain(lifecycle, server, service.idle, settings.drain_s, signals.hurry)
     finally:
         await server.stop(0)
         # Jobs that close sequences are still queued: the thread runs them, then clears its streams and ends.
         await asyncio.to_thread(compute.close)
+
+
+async def _stop_asked(signals: Signals, target: Target) -> bool:
+    """Waits for a signal to stop (True) or the death of the round loop (False)."""
+    waits = [asyncio.ensure_future(signals.stop.wait()), asyncio.ensure_future(target.died())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return signals.stop.is_set()
 
 
 if __name__ == "__main__":

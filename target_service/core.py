@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from draftwire.loaded import LoadedModel
+from draftwire.logs import get_logger
 from draftwire.tokenizer import Tokenizer
 from target_service.controller import Acceptance, Auto, Controller, Fixed, Off
 from target_service.costs import Costs
@@ -21,6 +22,7 @@ from target_service.rounds import run_rounds
 from target_service.scheduler import Limits, Scheduler
 from target_service.sequence import Sequence
 
+_log = get_logger("rounds")
 _FIRST_DELAY_S = 0.003
 NUMERICS = "fast"
 """Windows of any shape; "exact" (the same bits for any shape) is a later mode."""
@@ -53,7 +55,7 @@ class Target:
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Target:
-        self._loop = asyncio.create_task(run_rounds(self.scheduler, self.engine, self.costs))
+        self._loop = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -61,10 +63,18 @@ class Target:
         if self._loop is not None:
             await self._loop
 
-    @property
-    def alive(self) -> bool:
-        """Whether the round loop runs."""
-        return self._loop is not None and not self._loop.done()
+    async def died(self) -> None:
+        """Waits for the end of the round loop, which only a fault brings about while the target is open."""
+        if self._loop is not None:
+            await asyncio.wait([self._loop])
+
+    async def _run(self) -> None:
+        try:
+            await run_rounds(self.scheduler, self.engine, self.costs)
+        except Exception as error:
+            # A fault outside any one request: nothing can be trusted to go on, and nobody may be left waiting.
+            _log.critical("round_loop_died", exc_info=error)
+            self.scheduler.fail_all(error)
 
     def submit(self, generation: Generation) -> Sequence:
         """Queues a request. Raises Overloaded."""

@@ -11,7 +11,7 @@ from target_service.window import Choice, Window
 
 
 async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None:
-    """Runs until the scheduler is closed. A failed forward ends the requests that were in it, nothing else."""
+    """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
     while live := await scheduler.tick():
         windows = [sequence.window() for sequence in live]
         try:
@@ -22,7 +22,10 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None
         if len(windows) == 1:
             costs.observe(windows[0].rows, choices[0].forward_s, ahead=windows[0].ahead)
         for sequence, window, choice in zip(live, windows, choices, strict=True):
-            finish_round(scheduler, engine, sequence, window, choice)
+            try:
+                finish_round(scheduler, engine, sequence, window, choice)
+            except Exception as error:
+                scheduler.fail([sequence], error)
 
 
 def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> None:

@@ -134,6 +134,12 @@ class Scheduler:
                 sequence.fail(error)
             self.retire(sequence)
 
+    def fail_all(self, error: Exception) -> None:
+        """Ends everything that runs or waits."""
+        self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
+        self._queue.clear()
+        self._idle.set()
+
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
         return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token

@@ -18,7 +18,8 @@ from target_service.drafts import Answer, Lost, SourceReport
 from target_service.ledger import Released, TokenLogprobs
 from target_service.loading import load_target
 from target_service.params import Choosing, Drafting, DraftingMode, Generation, Stopping
-from target_service.sequence import Done, Sequence as Request
+from target_service.sequence import Done
+from target_service.sequence import Sequence as Request
 from target_service.stats import SpeculationCounts
 
 Script = Callable[[list[int], int], "list[int] | Lost | None"]
@@ -48,7 +49,8 @@ class ScriptedSource:
         if isinstance(answer, Lost):
             self._inbox = answer
         elif answer is None:
-            self._late = Answer(len(ids), tuple(self._script(list(ids), -drafts) or ()), 1.0, 0.0)
+            late = self._script(list(ids), -drafts)
+            self._late = late if isinstance(late, Lost) else Answer(len(ids), tuple(late or ()), 1.0, 0.0)
         else:
             self._inbox = Answer(len(ids), tuple(answer), 0.0, 0.0)
 

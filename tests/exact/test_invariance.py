@@ -26,7 +26,9 @@ CHOOSINGS = {
         logit_bias={7: 3.0, 9: -100.0},
         top_logprobs=5,
     ),
-    "whole history": Choosing(penalties=Penalties(repetition=1.3, window=0), min_tokens=8, banned=frozenset(TINY_END_IDS)),
+    "whole history": Choosing(
+        penalties=Penalties(repetition=1.3, window=0), min_tokens=8, banned=frozenset(TINY_END_IDS)
+    ),
     "unfiltered": Choosing(sampler=Sampler(temperature=1.0, seed=2**63 + 1)),
 }
 PROMPT = [10, 200, 33, 4, 97, 120, 33, 4, 61]

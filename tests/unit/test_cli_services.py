@@ -136,9 +136,19 @@ def test_services_without_a_drafter_have_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("total", "kind", "shares"),
-    [(1, "model", (1, 1)), (2, "model", (1, 1)), (8, "model", (7, 1)), (8, "lookup", (8, 1)), (1, "none", (1, 1))],
+    [
+        (None, "model", (None, 1)),
+        (None, "lookup", (None, 1)),
+        (1, "model", (1, 1)),
+        (2, "model", (1, 1)),
+        (8, "model", (7, 1)),
+        (8, "lookup", (8, 1)),
+        (1, "none", (1, 1)),
+    ],
 )
-def test_only_a_model_takes_a_core_from_the_target(total: int, kind: str, shares: tuple[int, int]) -> None:
+def test_only_a_model_takes_a_core_from_the_target(
+    total: int | None, kind: str, shares: tuple[int | None, int]
+) -> None:
     """Two services that each take all cores ruin each other."""
     assert share_threads(total, kind) == shares  # type: ignore[arg-type]
 
