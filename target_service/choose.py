@@ -21,6 +21,8 @@ from target_service.ledger import TokenLogprobs
 from target_service.params import Choosing, Penalties
 from target_service.window import Window
 
+_LARGEST = float(mx.finfo(mx.float32).max)
+
 
 @dataclass(frozen=True, slots=True)
 class _Report:
@@ -158,6 +160,8 @@ def _penalize(logits: mx.array, penalties: Penalties, ids: Sequence[int], commit
     values = mx.take_along_axis(logits, columns, axis=-1)
     if penalties.repetition != 1.0:
         values = mx.where(values < 0, values * penalties.repetition, values / penalties.repetition)
+        # A penalty near 0 is allowed and must not make a good logit infinite.
+        values = mx.minimum(values, _LARGEST)
     if penalties.presence != 0.0:
         values = values - penalties.presence
     if penalties.frequency != 0.0:

@@ -155,7 +155,8 @@ class Engine:
         if not chosen.settled:
             # The forward begun ahead used an id that more filter passes have changed.
             flight.slot.ahead = None
-        return Choice(chosen.ids, chosen.logprobs, time.perf_counter() - flight.began_s)
+        now_s = time.perf_counter()
+        return Choice(chosen.ids, chosen.logprobs, now_s - flight.began_s, now_s)
 
     def _settle(self, slot: _Slot) -> None:
         """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants."""

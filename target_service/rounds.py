@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from draftwire.logs import get_logger
 from target_service.accept import accept
 from target_service.costs import Costs
 from target_service.engine import Engine
 from target_service.scheduler import Scheduler
 from target_service.sequence import Sequence
 from target_service.window import Choice, Window
+
+_log = get_logger("rounds")
 
 
 async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None:
@@ -42,5 +45,6 @@ def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, windo
     if committed.finish is None:
         sequence.ask()
     sequence.emit(committed)
+    _log.debug("round", **sequence.trace(window, choice, committed))
     if committed.finish is not None:
         scheduler.retire(sequence)

@@ -53,6 +53,8 @@ class Sequence:
         self._offer: Offer | None = None
         self._ahead = False
         self._missed_patience = False
+        self._answer: Answer | None = None
+        self._landed_s: float | None = None
 
     @property
     def decodable(self) -> bool:
@@ -82,6 +84,7 @@ class Sequence:
         """Takes what has come from the drafter."""
         came = self.source.take()
         if isinstance(came, Answer):
+            self._answer = came
             self._controller.answered(len(came.ids), came.delay_s, came.computed_s)
             self._offer = Offer(came.base_length, came.ids)
             self._score()
@@ -140,6 +143,30 @@ class Sequence:
         if committed.finish is not None:
             self.times.finished = time.monotonic()
             self._put_last(Done(committed.finish))
+
+    def trace(self, window: Window, choice: Choice, committed: Committed) -> dict[str, str | int | float | None]:
+        """One round in one log line: what was planned, what came of it, and where the time went (milliseconds).
+
+        `round_ms` runs from the last forward's end to this one's; what it has beyond `forward_ms` and `computed_ms` (the
+        drafter's own computing) is overhead.
+        """
+        landed_s, before_s = choice.landed_s, self._landed_s
+        self._landed_s = landed_s
+        answer, self._answer = self._answer, None
+        return {
+            "request_id": self.generation.request_id,
+            "step": window.first_step,
+            "drafted": len(window.drafts),
+            "accepted": committed.accepted,
+            "next": self._plan.reason,
+            "asked": self._plan.ask,
+            "patience_ms": round(self._plan.patience_s * 1e3, 2),
+            "ahead": window.ahead,
+            "round_ms": round((landed_s - before_s) * 1e3, 3) if before_s is not None else None,
+            "forward_ms": round(choice.forward_s * 1e3, 3),
+            "rpc_ms": round(answer.delay_s * 1e3, 3) if answer else None,
+            "computed_ms": round(answer.computed_s * 1e3, 3) if answer else None,
+        }
 
     def fail(self, error: DraftwireError) -> None:
         """Ends the stream with an error."""

@@ -39,3 +39,5 @@ class Choice:
     """(rows,), or None where not asked for."""
     forward_s: float
     """From building the graph to the ids read back."""
+    landed_s: float
+    """When they were read back, on the performance counter."""

@@ -90,6 +90,15 @@ def test_every_row_is_processed_as_mlx_lm_does_after_its_drafts(
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.5, seed=1), Sampler(temperature=0.5, top_p=0.9)])
+def test_the_smallest_allowed_repetition_penalty_is_no_internal_error(sampler: Sampler) -> None:
+    """Kind of fault: a legal request is blamed on the model, because dividing by 1e-38 overflows."""
+    logits = random_logits(4, 1)
+    logits[0, 7] = 5.0
+    choosing = Choosing(penalties=Penalties(repetition=1e-38), sampler=sampler, top_logprobs=1)
+    assert read(choose(mx.array(logits), choosing, window_of((7,), (), choosing.penalties))).ids == (7,)
+
+
 SAMPLERS = [
     Sampler(),
     Sampler(temperature=0.9, seed=77),

@@ -103,6 +103,20 @@ def test_everything_that_is_kept_is_drawn_and_nothing_else(sampler: Sampler) -> 
     assert drawn == set(np.flatnonzero(kept_by_sorting(row, sampler)).tolist())
 
 
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_borders_of_every_filter_are_sharp(count: int) -> None:
+    """A little less, and `count` tokens are kept; a little more, and so is the next one."""
+    row = random_rows(31, 1, 24, scale=1.0)[0]
+    logprobs = np.sort(row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64)))[::-1]
+    mass, share = np.exp(logprobs).cumsum()[count - 1], np.exp(logprobs[count] - logprobs[0])
+    tight = [{"top_p": mass - 1e-4}, {"top_k": count}, {"min_p": share * 1.001}]
+    loose = [{"top_p": mass + 1e-4}, {"top_k": count + 1}, {"min_p": share * 0.999}]
+    rows = mx.array(np.repeat(row[None], 400, axis=0))
+    for expected, filters in [*((count, each) for each in tight), *((count + 1, each) for each in loose)]:
+        drawn = set(draw_ids(rows, Sampler(temperature=100.0, seed=1, **filters), range(400)))
+        assert drawn == set(np.argsort(-row)[:expected].tolist())
+
+
 @settings(deadline=None, max_examples=120)
 @given(
     sampler=st.builds(

@@ -205,6 +205,8 @@ def test_of_two_stops_the_one_that_is_complete_first_ends_the_text() -> None:
     assert run_gate([b"a", b"b", b"c"], ("abc", "bc")).stop == "abc"
     assert run_gate([b"xabc"], ("bc", "abc")).text == "x"
     assert run_gate([b"xabz"], ("abc", "bz")).text == "xa"
+    inside = run_gate([b"xabcd"], ("abcd", "bc"))
+    assert (inside.text, inside.stop) == ("xa", "bc")
 
 
 @pytest.mark.parametrize(("include", "text", "released"), [(False, "say ", 1), (True, "say STOP", 2)])
