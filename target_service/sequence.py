@@ -41,7 +41,7 @@ class Sequence:
         self.ledger = ledger
         self.counts = SpeculationCounts()
         self.times = Times(arrived=time.monotonic())
-        self.outbox: asyncio.Queue[Outcome] = asyncio.Queue(_OUTBOX_ROUNDS)
+        self.outbox: asyncio.Queue[Outcome] = asyncio.Queue()
         self.slot: int | None = None
         self.prefilled = 0
         self.cancelled = False
@@ -59,7 +59,12 @@ class Sequence:
     @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.outbox.full()
+        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.crowded
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the reader is so far behind that the sequence waits for it; memory stays bounded."""
+        return self.outbox.qsize() >= _OUTBOX_ROUNDS
 
     def admit(self, slot: int, rollback: Rollback, source: DraftSource) -> None:
         """Takes its place."""
@@ -142,7 +147,7 @@ class Sequence:
             self.outbox.put_nowait(committed.released)
         if committed.finish is not None:
             self.times.finished = time.monotonic()
-            self._put_last(Done(committed.finish))
+            self.outbox.put_nowait(Done(committed.finish))
 
     def trace(self, window: Window, choice: Choice, committed: Committed) -> dict[str, str | int | float | None]:
         """One round in one log line: what was planned, what came of it, and where the time went (milliseconds).
@@ -171,12 +176,7 @@ class Sequence:
     def fail(self, error: DraftwireError) -> None:
         """Ends the stream with an error."""
         self.cancelled = True
-        self._put_last(error)
-
-    def _put_last(self, outcome: Outcome) -> None:
-        # The last word must find room, however slow the reader: nothing comes after it.
-        self.outbox._maxsize = 0  # type: ignore[attr-defined]
-        self.outbox.put_nowait(outcome)
+        self.outbox.put_nowait(error)
 
     def _drafts(self) -> tuple[int, ...]:
         rest = self._offer.rest if self._offer else ()

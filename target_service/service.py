@@ -145,9 +145,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
 
     async def _events(self, target: Target, sequence: Sequence) -> AsyncIterator[target_pb2.GenerateResponse]:
         while True:
-            full = sequence.outbox.full()
+            crowded = sequence.crowded
             outcome = await sequence.outbox.get()
-            if full:
+            if crowded:
                 target.scheduler.wake()
             event = self._event(target, sequence, outcome)
             yield event

@@ -33,7 +33,7 @@ from target_service.service import TargetService
 
 NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 LOCAL = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
-PATIENCE_S = 20.0
+PATIENCE_S = 8.0
 """How long a test waits for what must happen; far more than it takes."""
 
 # Without a configuration every round would be printed.
@@ -52,6 +52,12 @@ class Running:
     lifecycle: Lifecycle
     server: grpc.aio.Server
     compute: ComputeThread
+    brakes: list[Brake] = field(default_factory=list)
+
+    def brake(self) -> Brake:
+        """Takes hold of the engine; let go at the end at the latest."""
+        self.brakes.append(Brake(self.target.engine))
+        return self.brakes[-1]
 
     async def drafter(self, index: int = 0) -> Drafter:
         """A drafter as ListDrafters shows it."""
@@ -109,7 +115,7 @@ async def target_service(model: Path, *, drafters: Sequence[str] = (), **setting
         address = f"127.0.0.1:{port}"
         client = await stack.enter_async_context(AsyncClient(address, timeout_s=60.0))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=LOCAL))
-        yield Running(
+        running = Running(
             address=address,
             client=client,
             stub=target_pb2_grpc.TargetServiceStub(channel),
@@ -119,6 +125,11 @@ async def target_service(model: Path, *, drafters: Sequence[str] = (), **setting
             server=server,
             compute=compute,
         )
+        try:
+            yield running
+        finally:
+            for brake in running.brakes:
+                brake.release()
 
 
 @asynccontextmanager

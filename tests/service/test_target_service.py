@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from service.target_fixture import LOCAL, NAME, Brake, Running, drafted, happens, health, target_service
+from service.target_fixture import LOCAL, NAME, Running, drafted, happens, health, target_service
 
 from draftwire import testing
 from draftwire.aio_client import AsyncClient
@@ -135,7 +135,7 @@ class TestCalls:
         assert info.end_token_ids == TINY_END_IDS
         assert {"chat", "logprobs", "tools"} <= info.capabilities
         assert (info.rollback, info.no_drafting_reason) == ("trim", "")
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         running = [asyncio.ensure_future(target.client.complete("x", max_tokens=3)) for _ in range(10)]
         await happens(lambda: target.target.scheduler.running == 8)
         busy = await target.client.model_info()
@@ -149,7 +149,7 @@ class TestCalls:
         async with drafted(model, FakeDraftService()) as (running, fake):
             (drafter,) = await running.client.drafters()
             assert (drafter.instance_id, drafter.source_kind, drafter.sessions) == (fake.instance_id, "fake", 0)
-            brake = Brake(running.target.engine)
+            brake = running.brake()
             answer = asyncio.ensure_future(running.client.complete("count", max_tokens=5))
             await happens(lambda: fake.open_sessions)
             await happens(lambda: running.target.pool.links[0].sessions == 1)
@@ -169,7 +169,7 @@ class TestCalls:
 
 class TestRefusals:
     async def test_a_name_in_use_is_refused_and_free_again_afterwards(self, target: Running) -> None:
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         first = asyncio.ensure_future(target.client.complete("a", request_id="mine", max_tokens=2))
         await happens(lambda: brake.forwards)
         with refused(AlreadyExists, "REQUEST_ID_IN_USE"):
@@ -300,7 +300,7 @@ class TestRefusals:
 
 class TestAbort:
     async def test_abort_ends_named_requests_passes_over_the_rest_and_can_be_repeated(self, target: Running) -> None:
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         doomed = [
             asyncio.ensure_future(target.client.complete("x", request_id=name, max_tokens=1000, ignore_eos=True))
             for name in ("one", "two", "three")
@@ -320,7 +320,7 @@ class TestAbort:
 
     async def test_abort_of_a_queued_request_ends_it_before_any_work(self, model: Path) -> None:
         async with target_service(model, max_running=1) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             first = asyncio.ensure_future(target.client.complete("x", max_tokens=2))
             await happens(lambda: brake.forwards)
             second = asyncio.ensure_future(target.client.complete("y", request_id="second"))
@@ -340,7 +340,7 @@ class TestAbort:
             def peer_identities(self) -> list[bytes]:
                 return [self.name]
 
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         stream = target.service.Generate(
             pb.GenerateRequest(text="x", request_id="alices"),
             Peer(b"alice"),  # type: ignore[arg-type]
@@ -368,7 +368,7 @@ class TestAdmission:
             # Room for one request of these sizes.
             limits = {"kv_bytes_limit": 256 * 2 * 2 * 2 * 16 * 4, "max_running": 8}
         async with target_service(model, max_queued=2, **limits) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             first = asyncio.ensure_future(target.client.complete("x", max_tokens=3))
             await happens(lambda: brake.forwards)
             waiting = [asyncio.ensure_future(target.client.complete("y", max_tokens=3)) for _ in range(2)]
@@ -390,7 +390,7 @@ class TestAdmission:
 
     async def test_a_crowd_at_once_gets_all_places_and_the_whole_queue_and_no_more(self, model: Path) -> None:
         async with target_service(model, max_running=2, max_queued=3) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             crowd = [asyncio.ensure_future(target.client.complete("x", max_tokens=3)) for _ in range(40)]
             await happens(lambda: sum(request.done() for request in crowd) == 35)
             brake.release()
@@ -401,7 +401,7 @@ class TestAdmission:
 
     async def test_without_a_queue_free_places_are_still_given(self, model: Path) -> None:
         async with target_service(model, max_running=2, max_queued=0) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             both = [asyncio.ensure_future(target.client.complete("x", max_tokens=3)) for _ in range(2)]
             await happens(lambda: target.target.scheduler.running == 2)
             with refused(Overloaded, "QUEUE_FULL"):
@@ -417,7 +417,7 @@ class TestAdmission:
 
     async def test_higher_priority_starts_first_and_equals_keep_their_order(self, model: Path) -> None:
         async with target_service(model, max_running=1) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             started: list[str] = []
 
             async def ask(name: str, priority: int) -> None:
@@ -457,7 +457,7 @@ class TestLeaving:
         self, drafting: tuple[Running, FakeDraftService]
     ) -> None:
         target, fake = drafting
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         brake.allow(3)
         stream = target.client.generate("x", max_tokens=4000, ignore_eos=True, drafting="fixed", num_draft_tokens=3)
         for _ in range(3):
@@ -474,7 +474,7 @@ class TestLeaving:
         self, drafting: tuple[Running, FakeDraftService]
     ) -> None:
         target, fake = drafting
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         brake.allow(2)
         stream = target.client.generate(token_ids=[65] * 2000, max_tokens=4)
         assert isinstance(await anext(stream), Started)
@@ -488,7 +488,7 @@ class TestLeaving:
 
     async def test_a_cancel_in_the_queue_costs_nothing(self, drafting: tuple[Running, FakeDraftService]) -> None:
         target, fake = drafting
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         first = asyncio.ensure_future(target.client.complete("x", max_tokens=2, ignore_eos=True))
         await happens(lambda: brake.forwards and fake.prefills)
         queued = target.client.generate("y")
@@ -505,7 +505,7 @@ class TestLeaving:
 
     async def test_a_closed_channel_is_a_cancel(self, drafting: tuple[Running, FakeDraftService]) -> None:
         target, fake = drafting
-        brake = Brake(target.target.engine)
+        brake = target.brake()
         brake.allow(2)
         client = AsyncClient(target.address)
         stream = client.generate("x", max_tokens=4000, ignore_eos=True)
@@ -532,8 +532,7 @@ class TestLeaving:
 
     async def test_a_deadline_ends_the_work(self, drafting: tuple[Running, FakeDraftService]) -> None:
         target, _ = drafting
-        engine = target.target.engine
-        brake = Brake(engine)
+        brake = target.brake()
         brake.allow(2)
         with pytest.raises(DeadlineExceeded):
             await target.client.complete("x", max_tokens=4000, ignore_eos=True, timeout_s=0.3)
@@ -676,7 +675,7 @@ class TestLife:
     async def test_health_follows_serving_and_draining_and_a_running_stream_finishes(self, model: Path) -> None:
         async with target_service(model) as target:
             assert [await health(target.address, name) for name in ("", NAME)] == [SERVING, SERVING]
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             running = asyncio.ensure_future(target.client.complete("x", max_tokens=50, ignore_eos=True))
             await happens(lambda: brake.forwards)
             hurry = asyncio.Event()
@@ -721,7 +720,7 @@ class TestLife:
     async def test_a_cut_stream_ends_with_a_typed_error_and_its_session_is_released(self, model: Path) -> None:
         fake = FakeDraftService()
         async with drafted(model, fake) as (target, _):
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             running = asyncio.ensure_future(target.client.complete("x", max_tokens=50, ignore_eos=True))
             await happens(lambda: brake.forwards and fake.open_sessions)
             hurry = asyncio.Event()
@@ -735,7 +734,7 @@ class TestLife:
     async def test_a_target_that_ends_releases_the_sessions_of_what_still_ran(self, model: Path) -> None:
         fake = FakeDraftService()
         async with drafted(model, fake) as (target, _):
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             running = asyncio.ensure_future(target.client.complete("x", max_tokens=4000, ignore_eos=True))
             await happens(lambda: brake.forwards and fake.open_sessions)
             brake.release()
@@ -767,7 +766,7 @@ class TestLife:
 
     async def test_a_client_that_pings_each_second_is_welcome(self, model: Path) -> None:
         async with target_service(model, prefill_step_size=8) as target:
-            brake = Brake(target.target.engine)
+            brake = target.brake()
             options = [
                 *LOCAL,
                 ("grpc.keepalive_time_ms", 1000),

@@ -189,7 +189,7 @@ def simulate(
         ahead = window.ahead
         costs.observe(window.rows, forward_s, ahead=window.ahead)
         position = ledger.prompt_length + window.first_step
-        choice = Choice(tuple(truth(position + row) for row in range(window.rows)), None, forward_s)
+        choice = Choice(tuple(truth(position + row) for row in range(window.rows)), None, forward_s, clock.now_s)
         finish_round(scheduler, engine, sequence, window, choice)
         run.round_ends.append((clock.now_s - begun_s, ledger.step))
         run.widths.append(window.rows)

@@ -30,9 +30,10 @@ def kept_by_sorting(row: Row, sampler: Sampler) -> Mask:
     order = np.argsort(-logprobs)
     kept = np.zeros(len(row), dtype=bool)
     mass = 0.0
+    most = sampler.top_p if sampler.top_p < 1.0 else math.inf
     floor = logprobs.max() + (math.log(sampler.min_p) if sampler.min_p > 0 else -math.inf)
     for rank, token in enumerate(order):
-        allowed = mass < sampler.top_p and logprobs[token] >= floor and (rank < sampler.top_k or sampler.top_k == 0)
+        allowed = mass < most and logprobs[token] >= floor and (rank < sampler.top_k or sampler.top_k == 0)
         kept[token] = rank == 0 or allowed
         mass += math.exp(logprobs[token])
     return kept & np.isfinite(row)
@@ -131,6 +132,7 @@ def test_the_borders_of_every_filter_are_sharp(count: int) -> None:
     values=st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=60, unique=True),
     hidden=st.sets(st.integers(0, 59), max_size=30),
 )
+@example(sampler=Sampler(temperature=8.0, min_p=1e-20), step=0, values=[-18.0, 16.0], hidden=set())
 @example(sampler=Sampler(temperature=4.0, top_k=2), step=0, values=[-11.0, 5.0], hidden=set())
 def test_any_filtered_draw_is_the_best_of_what_sorting_keeps(
     sampler: Sampler, step: int, values: list[float], hidden: set[int]
