@@ -89,9 +89,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
     """Ends a call with the status of `error`."""
-    if not isinstance(error, DraftwireError):
-        error_id = uuid.uuid4().hex[:12]
-        _log.error("unexpected_error", method=method, error_id=error_id, exc_info=error)
-        error = InternalError(f"internal error {error_id}", metadata={"error_id": error_id})
-    await context.abort_with_status(to_status(error))
+    await context.abort_with_status(to_status(disclosed(error, "unexpected_error", method=method)))
     raise AssertionError("abort_with_status returns by raising")
+
+
+def disclosed(error: Exception, event: str, **where: str) -> DraftwireError:
+    """What a caller may see of an error: of a fault of ours, only an id, under which the log has it as `event`."""
+    if isinstance(error, DraftwireError) and (not isinstance(error, InternalError) or "error_id" in error.metadata):
+        return error
+    error_id = uuid.uuid4().hex[:12]
+    _log.error(event, error_id=error_id, exc_info=error, **where)
+    reason = error.reason if isinstance(error, InternalError) else None
+    return InternalError(f"internal error {error_id}", reason=reason, metadata={"error_id": error_id})

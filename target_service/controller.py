@@ -11,6 +11,8 @@ the target wrote meanwhile: finding out that drafts pay again costs no forward a
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +26,7 @@ _PRIOR_QUESTIONS = 4.0
 _PRIOR_ACCEPTANCE = 0.7
 _MAX_PAUSE_ROUNDS = 32
 _MOST_MISSES = 8
-_FOLLOW = 0.2
+_REMEMBERED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,9 @@ class Auto:
         """drafts: most a round; delay_s: first guess of question to answer; timeout_s: most that is ever waited."""
         self._costs = costs
         self._drafts = drafts
-        self._delay_s = delay_s
-        self._draft_s = 0.0
-        self._answers = 0
+        self._first_delay_s = delay_s
+        self._delays_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._drafts_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._timeout_s = timeout_s
         self._acceptance = acceptance
         self._active = False
@@ -204,7 +206,7 @@ class Auto:
         if self._active:
             self._pause, self._next_pause = 0, 1
             self._asked = best
-            patience_s = min(self._timeout_s, 2.0 * self._wait_s(best) + 0.002)
+            patience_s = min(self._timeout_s, max(2.0 * self._wait_s(best) + 0.002, self._saved_s(best) / 4))
             # Halved for each wait in vain: what was good until it fell silent must not be waited for at length.
             return Plan(best, patience_s / 2**self._missed, "pays")
         if self._pause > 0:
@@ -246,11 +248,9 @@ class Auto:
         self._follow(drafts, delay_s, computed_s)
 
     def _follow(self, drafts: int, delay_s: float, computed_s: float) -> None:
-        self._answers += 1
-        follow = max(_FOLLOW, 1.0 / self._answers)
-        self._delay_s += follow * (max(0.0, delay_s - computed_s) - self._delay_s)
+        self._delays_s.append(max(0.0, delay_s - computed_s))
         if drafts:
-            self._draft_s += follow * (computed_s / drafts - self._draft_s)
+            self._drafts_s.append(computed_s / drafts)
 
     def late(self) -> None:
         """Waits half as long next time, unless the answer comes and says how late it was."""
@@ -262,7 +262,14 @@ class Auto:
         self.scored(0, 0)
 
     def _wait_s(self, drafts: int) -> float:
-        return self._delay_s + drafts * self._draft_s
+        """Seconds until an answer. Medians: one slow answer (a neighbour, a collection) says nothing about the next."""
+        delay_s = statistics.median_low(self._delays_s) if self._delays_s else self._first_delay_s
+        return delay_s + drafts * (statistics.median_low(self._drafts_s) if self._drafts_s else 0.0)
+
+    def _saved_s(self, drafts: int) -> float:
+        """Seconds that a round with drafts saves. A quarter of it, halved at each miss, loses at most half of one such round."""
+        tokens = 1.0 + sum(self._acceptance.survival(j) for j in range(1, drafts + 1))
+        return tokens * self._costs.plain_s - self._costs.forward_s(1 + drafts)
 
     def scored(self, proposed: int, accepted: int) -> None:
         """Learns."""

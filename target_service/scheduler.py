@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftwire.errors import DraftwireError, InternalError, Overloaded
-from draftwire.logs import get_logger
+from draftwire.errors import DraftwireError, Overloaded
+from draftwire.interceptor import disclosed
 from target_service.drafts import DraftSource
 from target_service.engine import Engine
 from target_service.sequence import Sequence
-
-_log = get_logger("scheduler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +66,20 @@ class Scheduler:
                 "lower max_tokens or shorten the prompt",
                 reason="KV_BUDGET",
             )
-        if self.queued >= self._limits.max_queued and self.running >= self._limits.max_running:
-            raise Overloaded(
-                f"{self.running} requests run and {self.queued} wait", reason="QUEUE_FULL", retry_after_s=1.0
-            )
+        self.check_room()
         heapq.heappush(self._queue, (-sequence.generation.priority, next(self._order), sequence))
         self._idle.clear()
         self.wake()
+
+    def check_room(self) -> None:
+        """Raises Overloaded where one more request would have to wait and the queue is full."""
+        running, queued, limits = self.running, self.queued, self._limits
+        # Those that just came are in the queue until the next tick, though there is a place for them.
+        if running + queued < limits.max_running + limits.max_queued and (
+            queued < limits.max_queued or not self._queue or self._fits(self._queue[0][2])
+        ):
+            return
+        raise Overloaded(f"{running} requests run and {queued} wait", reason="QUEUE_FULL", retry_after_s=1.0)
 
     def cancel(self, sequence: Sequence, error: DraftwireError | None = None) -> None:
         """Ends a sequence within one round; the stream gets `error` if it is still there to read it."""
@@ -126,12 +131,10 @@ class Scheduler:
 
     def fail(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends sequences whose forward failed; their caches are not to be trusted."""
-        if not isinstance(error, DraftwireError):
-            _log.error("forward_failed", exc_info=error)
-            error = InternalError("the forward pass failed")
+        shown = disclosed(error, "forward_failed")
         for sequence in sequences:
             if not sequence.cancelled:
-                sequence.fail(error)
+                sequence.fail(shown)
             self.retire(sequence)
 
     def fail_all(self, error: Exception) -> None:
@@ -144,6 +147,13 @@ class Scheduler:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
         return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token
 
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there is a place and memory for it now. Alone, it always fits: `submit` has seen to that."""
+        if len(self._running) >= self._limits.max_running:
+            return False
+        used = sum(self._kv_bytes(running) for running in self._running)
+        return not self._running or used + self._kv_bytes(sequence) <= self._limits.kv_bytes
+
     def _drop_cancelled(self) -> None:
         for sequence in [sequence for sequence in self._running if sequence.cancelled]:
             self.retire(sequence)
@@ -154,15 +164,14 @@ class Scheduler:
                 self._idle.set()
 
     async def _admit(self) -> None:
-        while self._queue and len(self._running) < self._limits.max_running:
-            first = self._queue[0][2]
-            used = sum(self._kv_bytes(sequence) for sequence in self._running)
-            if self._running and used + self._kv_bytes(first) > self._limits.kv_bytes:
-                return
-            heapq.heappop(self._queue)
+        while self._queue and self._fits(self._queue[0][2]):
+            first = heapq.heappop(self._queue)[2]
             self._running.append(first)
-            slot = await self._engine.open(first.generation.choosing)
-            first.admit(slot, self._engine.rollback, self.open_source(first))
+            try:
+                first.slot = await self._engine.open(first.generation.choosing)
+                first.admit(first.slot, self._engine.rollback, self.open_source(first))
+            except Exception as error:
+                self.fail([first], error)
 
     async def _prefill_one(self) -> bool:
         """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""

@@ -40,7 +40,7 @@ class Scale:
 
     plain: int = 128
     by_self: int = 16
-    by_cut: int = 24
+    by_cut: int = 16
     sampled: int = 24
     sampled_prompts: int = 3
 

@@ -22,14 +22,14 @@ _LETTER: Final = (
 )
 
 PROMPTS: Final[tuple[tuple[str, str], ...]] = (
-    ("question", "Why does the sky look blue during the day and red in the evening?"),
-    ("story", "Write a short story about a lighthouse keeper who finds a letter in a bottle."),
-    ("code", "Write a Python function that merges two sorted lists into one sorted list, and explain how it works."),
     (
         "copy",
         "Repeat this text word for word, twice: The quick brown fox jumps over the lazy dog near the river bank, while "
         "seven black crows sit on the old stone wall and watch the boats go by.",
     ),
+    ("question", "Why does the sky look blue during the day and red in the evening?"),
+    ("code", "Write a Python function that merges two sorted lists into one sorted list, and explain how it works."),
+    ("story", "Write a short story about a lighthouse keeper who finds a letter in a bottle."),
     ("list", "List ten fruits, one a line, each with its usual colour."),
     (
         "translation",
@@ -44,4 +44,4 @@ PROMPTS: Final[tuple[tuple[str, str], ...]] = (
         f"Read this letter, then say who wrote it and what went wrong with the house and the workshop.\n\n{_LETTER}",
     ),
 )
-"""(kind, text of the user's message)"""
+"""(kind, text of the user's message). The first ones are used where not all are: what copies its prompt is among them."""
