@@ -73,7 +73,7 @@ def play(
 ) -> Completion:
     """Streams one answer to stdout, its statistics to stderr; returns it. Ctrl-C cancels and exits with 130."""
     console = stdout()
-    view = render.view_for(console, mark or render.mark_for(console, output.tint), output.json, client.detokenize)
+    view = render.view_for(console, mark or render.mark_for(console, output.tint), output.json)
     tally = render.Tally()
     try:
         with client.generate(prompt, **options) as stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from itertools import groupby
@@ -14,10 +14,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from draftwire.errors import DraftwireError
 from draftwire.events import Chunk, Event, Finished, Started
 
-Detokenize = Callable[[Sequence[int]], str]
 # What the model writes may not steer the terminal: control characters other than newline and tab.
 _HARMLESS = {code: 0xFFFD for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -30,35 +28,18 @@ class Mark(StrEnum):
     BRACKETS = "brackets"
 
 
-def split_by_draft(chunk: Chunk, detokenize: Detokenize) -> Iterator[tuple[str, bool]]:
-    """The text of a chunk in runs of (text, from_draft), which joined are `chunk.text`.
-
-    The contract gives one text a chunk, so the ids of each run but the last are turned into text again. Where that text
-    does not fit (a character across two runs), the run gets as much of it as does.
-    """
-    runs = [(drafted, len(list(tokens))) for drafted, tokens in groupby(token.from_draft for token in chunk.tokens)]
-    ids = [token.id for token in chunk.tokens]
-    begin = end = 0
-    for drafted, count in runs[:-1]:
-        end += count
-        head = detokenize(ids[:end])
-        cut = max(begin, _common(head, chunk.text))
-        yield chunk.text[begin:cut], drafted
-        begin = cut
-    yield chunk.text[begin:], bool(runs) and runs[-1][0]
-
-
-def _common(left: str, right: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+def split_by_draft(chunk: Chunk) -> Iterator[tuple[str, bool]]:
+    """The text of a chunk in runs of (text, from_draft), which joined are `chunk.text`."""
+    for drafted, run in groupby(chunk.tokens, key=lambda token: token.from_draft):
+        yield "".join(token.text for token in run), drafted
 
 
 class TextView:
     """Writes text to a console as it arrives."""
 
-    def __init__(self, console: Console, mark: Mark, detokenize: Detokenize) -> None:
+    def __init__(self, console: Console, mark: Mark) -> None:
         self._console = console
         self._mark = mark
-        self._detokenize = detokenize
         self._ends_line = True
 
     def show(self, event: Event) -> None:
@@ -69,7 +50,7 @@ class TextView:
         if not self._console.is_terminal and self._mark is Mark.NONE:
             self._console.file.write(event.text)  # byte for byte what the model wrote
         else:
-            for text, drafted in self._runs(event):
+            for text, drafted in split_by_draft(event):
                 self._write(text.translate(_HARMLESS), drafted)
         self._console.file.flush()
 
@@ -78,17 +59,6 @@ class TextView:
         if not self._ends_line:
             self._console.file.write("\n")
             self._console.file.flush()
-
-    def _runs(self, chunk: Chunk) -> Iterator[tuple[str, bool]]:
-        if self._mark is Mark.NONE:
-            yield chunk.text, False
-            return
-        try:
-            yield from list(split_by_draft(chunk, self._detokenize))
-        except DraftwireError:
-            # The marks are an ornament: the text goes on without them.
-            self._mark = Mark.NONE
-            yield chunk.text, False
 
     def _write(self, text: str, drafted: bool) -> None:
         if not text:
@@ -167,6 +137,6 @@ def mark_for(console: Console, tint: bool) -> Mark:
     return Mark.TINT if tint and console.is_terminal and not console.no_color else Mark.NONE
 
 
-def view_for(console: Console, mark: Mark, as_json: bool, detokenize: Detokenize) -> TextView | JsonView:
+def view_for(console: Console, mark: Mark, as_json: bool) -> TextView | JsonView:
     """How to show an answer."""
-    return JsonView(sys.stdout) if as_json else TextView(console, mark, detokenize)
+    return JsonView(sys.stdout) if as_json else TextView(console, mark)

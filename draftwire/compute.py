@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -85,6 +86,8 @@ class ComputeThread:
             result = job()
         except BaseException as error:
             self._busy_since_s = None
+            # The traceback goes to another thread, where the arrays in its frames must not be dropped.
+            traceback.clear_frames(error.__traceback__)
             future.set_exception(error)
         else:
             self._busy_since_s = None

@@ -102,6 +102,8 @@ class Token:
     """One delivered token."""
 
     id: int
+    text: str
+    """Its part of the chunk's text. Empty inside an unfinished character, which belongs to the token that completed it."""
     from_draft: bool
     """Whether it was an accepted draft."""
     logprob: float | None = None
@@ -117,6 +119,7 @@ class Chunk:
     first_step: int
     """Step of tokens[0], counted from 0 at the first emitted token."""
     text: str
+    """The texts of the tokens, joined."""
     tokens: tuple[Token, ...]
 
 

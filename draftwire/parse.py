@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import TypeVar
 
 import grpc
@@ -169,21 +170,32 @@ def _chunk(message: pb.GenerateChunk) -> Chunk:
     count = len(message.token_ids)
     if len(message.from_draft) != count:
         raise _fault(f"a chunk has {count} token_ids and {len(message.from_draft)} from_draft")
+    if len(message.text_ends) != count:
+        raise _fault(f"a chunk has {count} token_ids and {len(message.text_ends)} text_ends")
     logprobs: Sequence[pb.TokenLogprobs | None] = message.logprobs or [None] * count
     if len(logprobs) != count:
         raise _fault(f"a chunk has {count} token_ids and {len(logprobs)} logprobs")
-    tokens = zip(message.token_ids, message.from_draft, logprobs, strict=True)
-    return Chunk(first_step=message.first_step, text=message.text, tokens=tuple(_token(*token) for token in tokens))
+    text = message.text
+    tokens = zip(message.token_ids, _split(text, message.text_ends), message.from_draft, logprobs, strict=True)
+    return Chunk(first_step=message.first_step, text=text, tokens=tuple(_token(*token) for token in tokens))
 
 
-def _token(token_id: int, from_draft: bool, logprobs: pb.TokenLogprobs | None) -> Token:
+def _split(text: str, ends: Sequence[int]) -> list[str]:
+    marks = (0, *ends)
+    if marks[-1] != len(text) or any(begin > end for begin, end in pairwise(marks)):
+        raise _fault(f"the text_ends of a chunk do not rise to {len(text)}, the length of its text")
+    return [text[begin:end] for begin, end in pairwise(marks)]
+
+
+def _token(token_id: int, text: str, from_draft: bool, logprobs: pb.TokenLogprobs | None) -> Token:
     if logprobs is None:
-        return Token(id=token_id, from_draft=from_draft)
+        return Token(id=token_id, text=text, from_draft=from_draft)
     if len(logprobs.top_token_ids) != len(logprobs.top_logprobs):
         raise _fault("top_token_ids and top_logprobs differ in length")
     top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
     return Token(
         id=token_id,
+        text=text,
         from_draft=from_draft,
         logprob=logprobs.logprob,
         top_logprobs=tuple(TopLogprob(top_id, logprob) for top_id, logprob in top),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -134,11 +135,17 @@ def started(request_id: str = "r1", *, prompt_tokens: int = 3, seed: int = 7) ->
     )
 
 
-def chunk(first_step: int, text: str, ids: Sequence[int], *, drafted: int = 0) -> pb.GenerateResponse:
-    """One round's tokens, of which the first `drafted` are accepted drafts."""
-    flags = [index < drafted for index in range(len(ids))]
+def chunk(first_step: int, *tokens: tuple[int, str], drafted: int = 0) -> pb.GenerateResponse:
+    """One round's tokens, each an id and its text, of which the first `drafted` are accepted drafts."""
+    texts = [text for _, text in tokens]
     return pb.GenerateResponse(
-        chunk=pb.GenerateChunk(first_step=first_step, text=text, token_ids=ids, from_draft=flags)
+        chunk=pb.GenerateChunk(
+            first_step=first_step,
+            text="".join(texts),
+            token_ids=[token_id for token_id, _ in tokens],
+            from_draft=[index < drafted for index in range(len(tokens))],
+            text_ends=accumulate(map(len, texts)),
+        )
     )
 
 

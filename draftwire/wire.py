@@ -6,6 +6,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from sys import byteorder
 
 import grpc
@@ -94,18 +95,20 @@ def from_rpc_error(error: grpc.RpcError) -> DraftwireError:
     retry_after_s: float | None = None
     violations: list[FieldViolation] = []
     for detail in _details(error):
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-            reason, metadata = info.reason, dict(info.metadata)
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad = error_details_pb2.BadRequest()
-            detail.Unpack(bad)
-            violations = [FieldViolation(v.field, v.description) for v in bad.field_violations]
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            retry_after_s = to_seconds(retry.retry_delay)
+        # One that cannot be read is left out: the code still tells.
+        with suppress(DecodeError):
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                info = error_details_pb2.ErrorInfo()
+                detail.Unpack(info)
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                bad = error_details_pb2.BadRequest()
+                detail.Unpack(bad)
+                violations = [FieldViolation(v.field, v.description) for v in bad.field_violations]
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
+                retry_after_s = to_seconds(retry.retry_delay)
     cls = error_class(code)
     if cls is DraftwireError:
         reason = reason or code.name

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import Any
 
 from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
@@ -16,10 +19,8 @@ from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
 
-if TYPE_CHECKING:
-    from target_service.core import Target
-
 _log = get_logger("target")
+_CLOSE_S = 5.0
 _SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
 
@@ -41,11 +42,12 @@ def main() -> None:
 
 async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     """The life of the process. Raises ModelError where the model cannot be loaded, OSError where the port is taken."""
+    # First: importing takes a while, in which a SIGTERM must not kill.
+    signals = Signals()
     # Late: these import mlx, which must find the BLAS in place.
     from target_service.loading import load_target
     from target_service.service import TargetService
 
-    signals = Signals()
     lifecycle = Lifecycle(_SERVICE, frozenset({"Generate"}))
     service = TargetService(lifecycle)
     server, _ = await listen(
@@ -57,26 +59,45 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     compute = ComputeThread()
     try:
         async with AsyncExitStack() as stack:
-            service.target = await load_target(settings, blas, compute, lifecycle.instance_id, stack)
+            loading = asyncio.create_task(load_target(settings, blas, compute, lifecycle.instance_id, stack))
+            if await _stop_asked(signals, loading):
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+                _leave_after(_CLOSE_S)
+                return
+            service.target = loading.result()
             watchdog = asyncio.create_task(watch(compute, lifecycle, settings.watchdog_s))
             await lifecycle.enter(State.SERVING)
-            if not await _stop_asked(signals, service.target):
+            if not await _stop_asked(signals, asyncio.create_task(service.target.died())):
                 raise RuntimeError("the round loop died")
             watchdog.cancel()
-            await drain(lifecycle, server, service.idle, settings.drain_s, signals.hurry)
+            await drain(lifecycle, server, service.idle, settings.drain_s, signals.hurry, cut=service.cut)
+            _leave_after(_CLOSE_S)
     finally:
         await server.stop(0)
         # Jobs that close sequences are still queued: the thread runs them, then clears its streams and ends.
         await asyncio.to_thread(compute.close)
 
 
-async def _stop_asked(signals: Signals, target: Target) -> bool:
-    """Waits for a signal to stop (True) or the death of the round loop (False)."""
-    waits = [asyncio.ensure_future(signals.stop.wait()), asyncio.ensure_future(target.died())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+async def _stop_asked(signals: Signals, other: asyncio.Task[Any]) -> bool:
+    """Waits for a signal to stop (True) or the end of `other` (False)."""
+    stop = asyncio.create_task(signals.stop.wait())
+    await asyncio.wait([stop, other], return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
     return signals.stop.is_set()
+
+
+def _leave_after(seconds: float, leave: Callable[[int], None] = os._exit) -> None:
+    """Ends the process if it has not ended by itself: a forward pass or a load cannot be interrupted."""
+
+    def too_late() -> None:
+        _log.warning("compute_left_behind", after_s=seconds)
+        sys.stderr.flush()
+        leave(0)
+
+    timer = threading.Timer(seconds, too_late)
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

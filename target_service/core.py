@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from draftwire.errors import Unavailable
 from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
 from draftwire.tokenizer import Tokenizer
@@ -62,6 +63,8 @@ class Target:
         self.scheduler.close()
         if self._loop is not None:
             await self._loop
+        # What the drain did not see to its end: its drafters' sessions are released while there is still a pool.
+        self.scheduler.fail_all(Unavailable("the service has stopped", reason="DRAINING", retry_after_s=5.0))
 
     async def died(self) -> None:
         """Waits for the end of the round loop, which only a fault brings about while the target is open."""

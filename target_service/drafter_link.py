@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import grpc
 
@@ -28,14 +29,31 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Replies are a few ids. Reading a large one would hold the event loop, each round anew.
+    ("grpc.max_receive_message_length", 256 * 1024),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _DESCRIBE_TIMEOUT_S = 2.0
 _FAILURES_TO_OPEN = 3
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
-_REFUSED_RECHECK_S = 5.0
+_RECHECK_S = 5.0
+"""A drafter that nobody asks may have gone, or have become one that fits."""
+_MAX_TEXT = 500
+"""Characters kept of what a drafter says: ListDrafters repeats it."""
+M = TypeVar("M")
+
+
+async def answer_of(call: Awaitable[M]) -> M:
+    """The reply to a call. Raises DraftwireError for whatever else a drafter may do."""
+    try:
+        reply: M | None = await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    if reply is None:
+        # So grpc.aio answers bytes that are not the message.
+        raise DraftwireError("its reply cannot be read: it does not speak this contract", reason="MALFORMED_REPLY")
+    return reply
 
 
 class LinkState(Enum):
@@ -100,13 +118,12 @@ class DrafterLink:
         return statistics.median(self._rpc_s) if self._rpc_s else None
 
     async def run(self) -> None:
-        """Describes the drafter, again whenever something is wrong. Runs until cancelled."""
+        """Describes the drafter, again whenever something is wrong and now and then. Runs until cancelled."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 await self._describe()
-            except grpc.RpcError as error:
-                fault = from_rpc_error(error)
+            except DraftwireError as fault:
                 state = LinkState.CONNECTING if self.description is None else LinkState.OPEN_BREAKER
                 if fault.reason == "DRAINING":
                     state = LinkState.DRAINING
@@ -115,7 +132,7 @@ class DrafterLink:
                 pause_s = min(_MAX_PAUSE_S, pause_s * 2)
                 continue
             pause_s = _FIRST_PAUSE_S
-            await self._wait(_REFUSED_RECHECK_S if self.state is LinkState.REFUSED else None)
+            await self._wait(_RECHECK_S)
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -138,7 +155,7 @@ class DrafterLink:
             self._enter(LinkState.DRAINING if draining else LinkState.OPEN_BREAKER, reason)
         self._recheck.set()
 
-    async def _wait(self, timeout_s: float | None) -> None:
+    async def _wait(self, timeout_s: float) -> None:
         try:
             await asyncio.wait_for(self._recheck.wait(), timeout_s)
         except TimeoutError:
@@ -152,19 +169,20 @@ class DrafterLink:
         request = draft_pb2.DescribeRequest(
             protocol_version=PROTOCOL_VERSION, target_instance_id=self._identity.instance_id
         )
-        reply = await self.stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
+        reply = await answer_of(self.stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S))
         refusal = self._refusal(reply)
         self.tokenizer_mismatch = refusal.startswith("tokenizer")
         shares = NOISE_VERSION in reply.noise_versions and SAMPLER_VERSION in reply.sampler_versions
         self.description = Description(
             instance_id=reply.instance_id,
-            source_kind=reply.source_kind,
-            model_id=reply.model_id,
+            source_kind=reply.source_kind[:_MAX_TEXT],
+            model_id=reply.model_id[:_MAX_TEXT],
             max_drafts=reply.max_draft_tokens,
             context_length=reply.context_length or None,
             shares_noise=shares,
         )
-        self._failures = 0
+        if self.state is not LinkState.READY:
+            self._failures = 0
         self._enter(LinkState.REFUSED if refusal else LinkState.READY, refusal)
 
     def _refusal(self, reply: draft_pb2.DescribeResponse) -> str:
@@ -180,6 +198,7 @@ class DrafterLink:
         return ""
 
     def _enter(self, state: LinkState, reason: str) -> None:
+        reason = reason[:_MAX_TEXT]
         if (state, reason) == (self.state, self.reason):
             return
         kind = self.description.source_kind if self.description else None

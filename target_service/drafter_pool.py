@@ -31,10 +31,10 @@ class DrafterPool:
         for link in self.links:
             await link.close()
 
-    def best(self) -> DrafterLink | None:
-        """The ready link with the fewest sessions of ours, the first of equals."""
+    def best(self, avoid: DrafterLink | None = None) -> DrafterLink | None:
+        """The ready link with the fewest sessions of ours, the first of equals; `avoid` only where there is no other."""
         ready = [link for link in self.links if link.state is LinkState.READY]
-        return min(ready, key=lambda link: link.sessions, default=None)
+        return min(ready, key=lambda link: (link is avoid, link.sessions), default=None)
 
     def missing(self) -> str:
         """Why `best` has none, as a reason for statistics."""

@@ -50,7 +50,7 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """What one round lets go: tokens and exactly their text."""
 
@@ -58,6 +58,8 @@ class Released:
     """Step of tokens[0]."""
     text: str
     tokens: tuple[Token, ...]
+    text_ends: tuple[int, ...]
+    """One a token: where its text ends within `text`, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,7 @@ class Ledger:
 
         logprobs: one a row, (accepted + 1,) or more; None where the request wants none. Ids after the end are not observed.
         """
-        first_step = self._delivered
-        text: list[str] = []
-        gone: list[Token] = []
+        passes: list[Passed] = []
         finish: Finish | None = None
         observed = 0
         for row, token_id in enumerate(verdict.ids):
@@ -132,19 +132,14 @@ class Ledger:
                 token = Token(token_id, row < verdict.accepted, logprobs[row] if logprobs is not None else None)
                 self.ids.append(token_id)
                 self._held.append(token)
-                passed = self._gate.push(self._piece(token_id))
-                finish = self._end_after(passed)
-                text.append(passed.text)
-                gone.extend(self._let_go(passed.count))
+                passes.append(self._gate.push(self._piece(token_id)))
+                finish = self._end_after(passes[-1])
             if finish is not None:
                 break
         if finish is not None and finish.reason is not FinishReason.STOP_STRING:
-            rest = self._gate.finish()
-            text.append(rest.text)
-            gone.extend(self._let_go(rest.count))
+            passes.append(self._gate.finish())
         accepted = min(verdict.accepted, observed)
-        released = Released(first_step, "".join(text), tuple(gone)) if gone or any(text) else None
-        return Committed(released, finish, accepted, verdict.accepted - accepted)
+        return Committed(self._let_go(passes), finish, accepted, verdict.accepted - accepted)
 
     def _end_token(self, token_id: int) -> Finish | None:
         if token_id in self._stopping.end_ids:
@@ -163,8 +158,16 @@ class Ledger:
             return None
         return Finish(FinishReason.CONTEXT_LENGTH if self._stopping.capped_by_context else FinishReason.MAX_TOKENS)
 
-    def _let_go(self, count: int) -> list[Token]:
-        gone = self._held[:count]
-        del self._held[:count]
-        self._delivered += count
-        return gone
+    def _let_go(self, passes: Sequence[Passed]) -> Released | None:
+        """The tokens and the text of one round; None where no token left the gate. Text never leaves without one."""
+        text, ends = "", list[int]()
+        for passed in passes:
+            ends.extend(len(text) + end for end in passed.ends)
+            text += passed.text
+        if not ends:
+            return None
+        first_step = self._delivered
+        self._delivered += len(ends)
+        gone = tuple(self._held[: len(ends)])
+        del self._held[: len(ends)]
+        return Released(first_step=first_step, text=text, tokens=gone, text_ends=tuple(ends))

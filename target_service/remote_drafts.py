@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, NotFound
 from draftwire.logs import get_logger
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION, Sampler
 from draftwire.v1 import common_pb2, draft_pb2
 from draftwire.wire import PROTOCOL_VERSION, from_rpc_error, prefix_hash, to_duration, to_seconds
-from target_service.drafter_link import DrafterLink
+from target_service.drafter_link import Description, DrafterLink, LinkState, answer_of
 from target_service.drafter_pool import DrafterPool
 from target_service.drafts import Answer, Lost, SourceReport
 
@@ -78,6 +78,8 @@ class RemoteDrafts:
         self._last_link: DrafterLink | None = None
         self._rpc_s: list[float] = []
         self._missing = "first_round"
+        self._pause_s = 0.0
+        self._avoid: DrafterLink | None = None
         self._opening = asyncio.create_task(self._open())
 
     @property
@@ -152,8 +154,7 @@ class RemoteDrafts:
             self._question.cancel()
         session, self._session = self._session, None
         if session is not None:
-            session.link.sessions -= 1
-            self._pool.spawn(asyncio.create_task(_release(session)))
+            self._given_up(session)
 
     def _prefix_hash(self, ids: Sequence[int]) -> int:
         self._hash = prefix_hash(ids[self._hashed :], self._hash)
@@ -163,29 +164,33 @@ class RemoteDrafts:
     async def _call(self, session: _Session, request: draft_pb2.DraftRequest, base_length: int) -> None:
         began_s = time.perf_counter()
         try:
-            reply = await session.link.stub.Draft(request, timeout=self._terms.timeout_s)
-        except grpc.RpcError as rpc_error:
-            self._call_failed(session, from_rpc_error(rpc_error))
+            reply = await answer_of(session.link.stub.Draft(request, timeout=self._terms.timeout_s))
+            if reply.instance_id != session.instance_id:
+                raise NotFound("another instance answered")
+            _check(reply, request, base_length)
+        except DraftwireError as error:
+            self._call_failed(session, error)
             return
         delay_s = time.perf_counter() - began_s
-        fault = _fault(reply, request, session, base_length)
-        if fault is not None:
-            session.link.failed(DraftwireError(fault))
-            self._lose(session, fault)
-            return
         session.link.succeeded(delay_s)
         session.held = base_length
+        self._pause_s = 0.0
         self._rpc_s.append(delay_s)
         ids = self._inside(reply.token_ids[: request.max_draft_tokens])
-        self._inbox = Answer(base_length, ids, delay_s, to_seconds(reply.timings.computed))
+        # It computed for no longer than it took to answer, whatever it says: costs are reckoned with this.
+        computed_s = min(max(0.0, to_seconds(reply.timings.computed)), delay_s)
+        self._inbox = Answer(base_length, ids, delay_s, computed_s)
 
     def _call_failed(self, session: _Session, error: DraftwireError) -> None:
         if error.code in _SUPERSEDED_CODES:
             self._inbox = Lost("superseded")
         elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            # It may still be alive and only slow: the session stays, overlap makes a repeated advance harmless.
             session.link.failed(error)
             self._inbox = Lost("deadline")
+            # It may still be alive and only slow: the session stays, overlap makes a repeated advance harmless. Again and
+            # again is too slow where another could draft.
+            if session.link.state is not LinkState.READY and self._pool.best() is not None:
+                self._lose(session, "deadline")
         elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             self._inbox = Lost("overloaded")
         elif error.code is grpc.StatusCode.NOT_FOUND:
@@ -203,36 +208,30 @@ class RemoteDrafts:
         self._missing = "lost"
         if self._session is session:
             self._session = None
-            session.link.sessions -= 1
-            self._pool.spawn(asyncio.create_task(_release(session)))
+            self._avoid = session.link
+            self._given_up(session)
             self._opening = asyncio.create_task(self._open())
 
     async def _open(self) -> None:
         """Opens a session as soon as some drafter takes it. Tries for as long as the request lives."""
-        pause_s = _REOPEN_PAUSE_S
         while True:
-            link = self._pool.best()
-            if link is None or link.description is None:
-                if self._opened == 0:
-                    self._missing = self._pool.missing()
-                await self._pool.change()
-                continue
-            session = _Session(link, secrets.token_urlsafe(24), link.description.instance_id, 0)
+            await asyncio.sleep(self._pause_s)
+            link, description = await self._ready_link()
+            # Only an answer ends the doubling: each opening makes a drafter read the whole text, of which one that opens
+            # and then fails could otherwise have as much as it likes.
+            self._pause_s = min(_MAX_REOPEN_PAUSE_S, max(_REOPEN_PAUSE_S, self._pause_s * 2))
+            session = _Session(link, secrets.token_urlsafe(24), description.instance_id, 0)
             link.sessions += 1
             try:
                 await self._prefill(session)
-            except (grpc.RpcError, DraftwireError) as error:
-                link.sessions -= 1
-                fault = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+            except DraftwireError as fault:
+                self._given_up(session)
                 if fault.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     link.suspect(str(fault), draining=fault.reason == "DRAINING")
-                self._missing = "lost"
-                await asyncio.sleep(pause_s)
-                pause_s = min(_MAX_REOPEN_PAUSE_S, pause_s * 2)
+                self._missing, self._avoid = "lost", link
                 continue
             except asyncio.CancelledError:
-                link.sessions -= 1
-                self._pool.spawn(asyncio.create_task(_release(session)))
+                self._given_up(session)
                 raise
             self._opened += 1
             self._failovers += int(self._last_link not in (None, link))
@@ -240,9 +239,25 @@ class RemoteDrafts:
             self._session = session
             return
 
+    async def _ready_link(self) -> tuple[DrafterLink, Description]:
+        while True:
+            link = self._pool.best(self._avoid)
+            if link is not None and link.description is not None:
+                return link, link.description
+            if self._opened == 0:
+                self._missing = self._pool.missing()
+            await self._pool.change()
+
+    def _given_up(self, session: _Session) -> None:
+        """Whatever went wrong, the drafter may have the session."""
+        session.link.sessions -= 1
+        self._pool.spawn(asyncio.create_task(_release(session)))
+
     async def _prefill(self, session: _Session) -> None:
         ids = list(self._committed())
-        reply = await session.link.stub.Prefill(self._parts(session, ids), timeout=_PREFILL_TIMEOUT_S)
+        reply = await answer_of(session.link.stub.Prefill(self._parts(session, ids), timeout=_PREFILL_TIMEOUT_S))
+        if reply.instance_id != session.instance_id:
+            raise NotFound("another instance answered")
         if reply.committed_length != len(ids):
             raise DraftwireError(f"the drafter holds {reply.committed_length} ids after a prefill of {len(ids)}")
         session.held = len(ids)
@@ -285,17 +300,13 @@ class RemoteDrafts:
         return tuple(ids[:end])
 
 
-def _fault(
-    reply: draft_pb2.DraftResponse, request: draft_pb2.DraftRequest, session: _Session, base_length: int
-) -> str | None:
-    """What is wrong with an answer that must not be used."""
-    if reply.instance_id != session.instance_id:
-        return "another instance answered"
+def _check(reply: draft_pb2.DraftResponse, request: draft_pb2.DraftRequest, base_length: int) -> None:
+    """Raises DraftwireError for an answer that must not be used."""
     if reply.round != request.round:
-        return f"it answered round {reply.round}, not {request.round}"
+        raise DraftwireError(f"it answered round {reply.round}, not {request.round}")
     if reply.committed_length != base_length or reply.first_position != base_length:
-        return f"it drafts for position {reply.first_position} of {reply.committed_length}, not {base_length}"
-    return None
+        place = f"position {reply.first_position} of {reply.committed_length}"
+        raise DraftwireError(f"it drafts for {place}, not {base_length}")
 
 
 async def _release(session: _Session) -> None:

@@ -70,6 +70,7 @@ def chunk(released: Released) -> target_pb2.GenerateResponse:
             token_ids=[token.id for token in released.tokens],
             from_draft=[token.from_draft for token in released.tokens],
             logprobs=logprobs,
+            text_ends=released.text_ends,
         )
     )
 

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from draftwire.errors import DraftwireError, Overloaded
@@ -43,8 +43,7 @@ class Scheduler:
         self._order = itertools.count()
         self._running: list[Sequence] = []
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._patience: asyncio.Timeout | None = None
         self._closed = False
 
     @property
@@ -68,7 +67,6 @@ class Scheduler:
             )
         self.check_room()
         heapq.heappush(self._queue, (-sequence.generation.priority, next(self._order), sequence))
-        self._idle.clear()
         self.wake()
 
     def check_room(self) -> None:
@@ -91,10 +89,8 @@ class Scheduler:
     def wake(self) -> None:
         """Says that something may have become possible: a new request, room in an outbox, a cancellation."""
         self._wake.set()
-
-    async def idle(self) -> None:
-        """Waits until nothing runs or waits."""
-        await self._idle.wait()
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(0.0)
 
     def close(self) -> None:
         """Makes `tick` return nothing, which ends the round loop."""
@@ -103,6 +99,7 @@ class Scheduler:
 
     async def tick(self) -> list[Sequence]:
         """The sequences of the next forward, at least one, with the drafts that came; empty once closed."""
+        patient_since_s: float | None = None
         while not self._closed:
             self._wake.clear()
             self._drop_cancelled()
@@ -110,11 +107,12 @@ class Scheduler:
             prefilled = await self._prefill_one()
             live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
             if live:
-                await self._be_patient(live)
-                for sequence in live:
-                    sequence.collect()
-                return live
-            if not prefilled:
+                patient_since_s = patient_since_s or time.monotonic()
+                if await self._called_away(live, patient_since_s):
+                    continue
+                if ready := [sequence for sequence in live if self._collected(sequence)]:
+                    return ready
+            elif not prefilled:
                 await self._wake.wait()
         return []
 
@@ -126,8 +124,6 @@ class Scheduler:
         if sequence.slot is not None:
             self._engine.close(sequence.slot)
             sequence.slot = None
-        if not self._running and not self.queued:
-            self._idle.set()
 
     def fail(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends sequences whose forward failed; their caches are not to be trusted."""
@@ -141,11 +137,18 @@ class Scheduler:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
         self._queue.clear()
-        self._idle.set()
 
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
         return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token
+
+    def _collected(self, sequence: Sequence) -> bool:
+        try:
+            sequence.collect()
+        except Exception as error:
+            self.fail([sequence], error)
+            return False
+        return True
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether there is a place and memory for it now. Alone, it always fits: `submit` has seen to that."""
@@ -160,8 +163,6 @@ class Scheduler:
         if any(sequence.cancelled for _, _, sequence in self._queue):
             self._queue = [entry for entry in self._queue if not entry[2].cancelled]
             heapq.heapify(self._queue)
-            if not self._running and not self._queue:
-                self._idle.set()
 
     async def _admit(self) -> None:
         while self._queue and self._fits(self._queue[0][2]):
@@ -191,26 +192,31 @@ class Scheduler:
             return True
         return False
 
-    async def _be_patient(self, live: list[Sequence]) -> None:
-        """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd."""
+    async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
+        """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
+
+        True where somebody came or left meanwhile: nobody waits for another's drafter, and nothing for a client that is gone.
+        """
         limit_s = self._limits.crowd_patience_s if len(live) > 1 else float("inf")
-        began_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             waiting = [(left, sequence) for sequence in live if (left := sequence.patience_left_s(now_s)) > 0]
             left_s = min(max((left for left, _ in waiting), default=0.0), began_s + limit_s - now_s)
             if not waiting or left_s <= 0:
-                return
+                return False
+            if self._wake.is_set():
+                return True
             if len(waiting) == 1:
-                await _within(waiting[0][1].source.arrival(), left_s)
+                await self._within(waiting[0][1].source.arrival(), left_s)
             else:
-                arrivals = asyncio.gather(*(sequence.source.arrival() for _, sequence in waiting))
-                await _within(arrivals, left_s)
+                await self._within(asyncio.gather(*(sequence.source.arrival() for _, sequence in waiting)), left_s)
 
-
-async def _within(arrival: asyncio.Future[list[None]] | object, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await arrival  # type: ignore[misc]
-    except TimeoutError:
-        return
+    async def _within(self, arrival: Awaitable[object], timeout_s: float) -> None:
+        """Waits until `arrival`, the timeout or `wake`."""
+        try:
+            async with asyncio.timeout(timeout_s) as self._patience:
+                await arrival
+        except TimeoutError:
+            return
+        finally:
+            self._patience = None

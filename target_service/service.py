@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -13,6 +15,7 @@ import structlog
 from draftwire.errors import AlreadyExists, Cancelled, DraftwireError, Unavailable
 from draftwire.logs import get_logger
 from draftwire.serving import Lifecycle
+from draftwire.tokenizer import Tokenizer
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from draftwire.wire import invalid
 from target_service import replies
@@ -23,6 +26,7 @@ from target_service.params import Choosing, Generation
 from target_service.requests import MAX_TOP_LOGPROBS, generation_of, prompt_ids
 from target_service.sequence import Admitted, Done, Outcome, Sequence
 
+T = TypeVar("T")
 _log = get_logger("target")
 _MAX_NAMES = 1024
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,28 +39,35 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         self.target: Target | None = None
         self._lifecycle = lifecycle
         self._live: dict[str, tuple[str, Sequence]] = {}
-        # Encoding is for one thread at a time, and long texts must not hold the event loop.
-        self._encoding = asyncio.Lock()
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Long texts must not hold the event loop, and encoding is for one thread at a time: also when the caller of a text
+        # that is being encoded has left, which a lock around the await would not see.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
     async def Generate(
         self, request: target_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[target_pb2.GenerateResponse]:
         """Streams one completion."""
         target = self._ready()
-        async with self._encoding:
-            generation = await asyncio.to_thread(generation_of, request, target.parts.tokenizer, target.parts.defaults)
-        name = generation.request_id
-        if name in self._live:
-            raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
-        structlog.contextvars.bind_contextvars(request_id=name)
-        sequence = target.submit(generation)
-        self._live[name] = (owner_of(context), sequence)
-        try:
-            async for event in self._events(target, sequence):
-                yield event
-        finally:
-            del self._live[name]
-            target.scheduler.cancel(sequence)
+        with self._counted():
+            # Before the prompt is tokenized as well as after it, when others may have come: a full server does no work.
+            target.scheduler.check_room()
+            parts = target.parts
+            generation = await self._encode(lambda: generation_of(request, parts.tokenizer, parts.defaults))
+            name = generation.request_id
+            if name in self._live:
+                raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
+            structlog.contextvars.bind_contextvars(request_id=name)
+            sequence = target.submit(generation)
+            self._live[name] = (owner_of(context), sequence)
+            try:
+                async for event in self._events(target, sequence):
+                    yield event
+            finally:
+                del self._live[name]
+                target.scheduler.cancel(sequence)
 
     async def Abort(self, request: target_pb2.AbortRequest, context: Context) -> target_pb2.AbortResponse:
         """Ends requests of the same owner; others and unknown ones are passed over."""
@@ -75,8 +86,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         """Exactly what Generate would tokenize."""
         parts = self._ready().parts
         checks = Checks()
-        async with self._encoding:
-            ids = await asyncio.to_thread(prompt_ids, request, parts.tokenizer, checks, parts.defaults.width)
+        ids = await self._encode(lambda: prompt_ids(request, parts.tokenizer, checks, parts.defaults.width))
         checks.done()
         return target_pb2.TokenizeResponse(token_ids=ids)
 
@@ -85,13 +95,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.DetokenizeResponse:
         """The text of ids, as a stream of them would give it."""
         parts = self._ready().parts
-        checks = Checks()
-        checks.token_ids("token_ids", request.token_ids, parts.defaults.width)
-        checks.done()
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        hidden = parts.tokenizer.special_ids if skip else frozenset()
-        text = b"".join(parts.tokenizer.piece_bytes(token) for token in request.token_ids if token not in hidden)
-        return target_pb2.DetokenizeResponse(text=text.decode("utf-8", errors="replace"))
+        return await self._encode(lambda: _detokenized(request, parts.tokenizer, parts.defaults.width))
 
     async def GetModelInfo(
         self, request: target_pb2.GetModelInfoRequest, context: Context
@@ -134,9 +138,29 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         return replies.drafters(self._ready().pool.links)
 
     async def idle(self) -> None:
-        """Waits until no request runs or waits."""
+        """Waits until every stream has been read to its end, not only made."""
+        await self._idle.wait()
+
+    def cut(self) -> None:
+        """Ends all streams."""
         if self.target is not None:
-            await self.target.scheduler.idle()
+            for _, sequence in self._live.values():
+                stopped = Unavailable("the service stops", reason="DRAINING", retry_after_s=5.0)
+                self.target.scheduler.cancel(sequence, stopped)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._streams += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+
+    async def _encode(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def _ready(self) -> Target:
         if self.target is None:
@@ -171,6 +195,18 @@ def owner_of(context: Context) -> str:
     """Who calls: the authenticated identity, or one owner for all where there is none."""
     identities = context.peer_identities()
     return b"/".join(identities).decode("utf-8", errors="replace") if identities else "unauthenticated"
+
+
+def _detokenized(
+    request: target_pb2.DetokenizeRequest, tokenizer: Tokenizer, width: int
+) -> target_pb2.DetokenizeResponse:
+    checks = Checks()
+    checks.token_ids("token_ids", request.token_ids, width)
+    checks.done()
+    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    hidden = tokenizer.special_ids if skip else frozenset()
+    text = b"".join(tokenizer.piece_bytes(token) for token in request.token_ids if token not in hidden)
+    return target_pb2.DetokenizeResponse(text=text.decode("utf-8", errors="replace"))
 
 
 def _default_sampling(temperature: float) -> target_pb2.SamplingParams:

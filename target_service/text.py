@@ -5,18 +5,24 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
     """What left the gate."""
 
-    count: int
-    """Tokens released, oldest first."""
     text: str
-    """Their text."""
+    """Text of the tokens released, oldest first."""
+    ends: tuple[int, ...]
+    """One a token released: where its text ends within `text`, in characters; the last is the length of `text`."""
     stop: str | None = None
     """The stop string that was found. Tokens still held are then dropped."""
+
+    @property
+    def count(self) -> int:
+        """Tokens released."""
+        return len(self.ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,9 @@ class TextGate:
 
     def finish(self) -> Passed:
         """Ends the text without a stop: everything leaves, an unfinished character as U+FFFD."""
-        text = "".join(token.text for token in self._held) + self._decoder.decode(b"", final=True)
-        count = len(self._held)
-        self._held.clear()
-        return Passed(count, text)
+        if rest := self._decoder.decode(b"", final=True):
+            self._held[-1] = _Held(self._held[-1].text + rest, clean=True)
+        return self._let_go(len(self._held))
 
     def _release(self, free: int) -> Passed:
         """Lets go the tokens whose text lies within the first `free` characters, up to a clean one."""
@@ -73,9 +78,7 @@ class TextGate:
                 break
             if token.clean:
                 count = index + 1
-        text = "".join(token.text for token in self._held[:count])
-        del self._held[:count]
-        return Passed(count, text)
+        return self._let_go(count)
 
     def _stop(self, held: str, start: int, end: int) -> Passed:
         """Lets go what comes before the stop string, or all of it where it is to be included."""
@@ -87,7 +90,15 @@ class TextGate:
                     break
                 offset += len(token.text)
                 count += 1
-        return Passed(count, held[: end if self._include_stop else start], stop=held[start:end])
+        return self._let_go(count, cut=end if self._include_stop else start, stop=held[start:end])
+
+    def _let_go(self, count: int, cut: int | None = None, stop: str | None = None) -> Passed:
+        """Hands over the oldest tokens, and their text up to `cut`."""
+        gone = self._held[:count]
+        del self._held[:count]
+        text = "".join(token.text for token in gone)[:cut]
+        ends = accumulate(len(token.text) for token in gone)
+        return Passed(text, tuple(min(end, len(text)) for end in ends), stop)
 
 
 def first_stop(text: str, stops: Iterable[str]) -> tuple[int, int] | None:

@@ -822,6 +822,7 @@ class GenerateChunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FROM_DRAFT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXT_ENDS_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     """Step of token_ids[0], counted from 0 at the first emitted token."""
     text: _builtins.str
@@ -838,6 +839,13 @@ class GenerateChunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One a token where logprobs were asked for, else empty."""
 
+    @_builtins.property
+    def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One a token: where its text ends within `text`, in Unicode code points. Non-decreasing, the last is the length of
+        `text`. A token inside an unfinished character has an empty text: the character belongs to the token that completed
+        it.
+        """
+
     def __init__(
         self,
         *,
@@ -846,10 +854,11 @@ class GenerateChunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         from_draft: _abc.Iterable[_builtins.bool] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        text_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "from_draft", b"from_draft", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "from_draft", b"from_draft", "logprobs", b"logprobs", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

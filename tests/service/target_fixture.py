@@ -36,8 +36,11 @@ LOCAL = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 PATIENCE_S = 8.0
 """How long a test waits for what must happen; far more than it takes."""
 
-# Without a configuration every round would be printed.
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+# Without a configuration every round would be printed, and errors in colours with the locals of each frame.
+structlog.configure(
+    processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()],
+    wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +57,9 @@ class Running:
     compute: ComputeThread
     brakes: list[Brake] = field(default_factory=list)
 
-    def brake(self) -> Brake:
-        """Takes hold of the engine; let go at the end at the latest."""
-        self.brakes.append(Brake(self.target.engine))
+    def brake(self, *, prefill: bool = False) -> Brake:
+        """Takes hold of the engine's forwards, or of both them and prefill chunks; let go at the end at the latest."""
+        self.brakes.append(Brake(self.target.engine, prefill))
         return self.brakes[-1]
 
     async def drafter(self, index: int = 0) -> Drafter:
@@ -143,14 +146,15 @@ async def drafted(
 
 
 class Brake:
-    """Holds a target's forwards and prefill chunks back, one permit each, so that a test knows where a request stands."""
+    """Holds a target's forwards back, one permit each, so that a test knows where a request stands."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, prefill: bool) -> None:
         self.forwards = 0
         """Forwards that have begun, or wait for a permit."""
         self.prefills = 0
         self._permits = asyncio.Semaphore(0)
         self._open = False
+        self._holds_prefill = prefill
         self._forward, self._prefill = engine.forward, engine.prefill
         engine.forward, engine.prefill = self.forward, self.prefill  # type: ignore[method-assign]
 
@@ -161,7 +165,8 @@ class Brake:
 
     async def prefill(self, slot: int, ids: Any) -> None:
         self.prefills += 1
-        await self._pass()
+        if self._holds_prefill:
+            await self._pass()
         await self._prefill(slot, ids)
 
     def allow(self, count: int) -> None:

@@ -33,14 +33,15 @@ from draftwire import (
     Token,
     Unavailable,
 )
+from draftwire.parse import StreamState
 from draftwire.scripted_target import ScriptedTarget, chunk, finished, serve, started
 from draftwire.v1 import target_pb2 as pb
 from draftwire.wire import to_duration
 
 GOOD = (
     started(),
-    chunk(0, "Hello", [5]),
-    chunk(1, " big world", [6, 7], drafted=1),
+    chunk(0, (5, "Hello")),
+    chunk(1, (6, " big"), (7, " world"), drafted=1),
     finished(3, drafted=2, accepted=1),
 )
 Collected = tuple[list[Any], DraftwireError | None]
@@ -128,7 +129,9 @@ def test_a_stream_is_typed_events_and_collects_into_a_completion(driver: Sync | 
     assert error is None
     assert [type(event) for event in events] == [Started, Chunk, Chunk, Finished]
     assert events[2] == Chunk(
-        first_step=1, text=" big world", tokens=(Token(id=6, from_draft=True), Token(id=7, from_draft=False))
+        first_step=1,
+        text=" big world",
+        tokens=(Token(id=6, text=" big", from_draft=True), Token(id=7, text=" world", from_draft=False)),
     )
     assert (whole.text, whole.token_ids, whole.events) == ("Hello big world", (5, 6, 7), tuple(events))
     assert whole.finish_reason is FinishReason.MAX_TOKENS
@@ -142,7 +145,7 @@ def test_a_stream_is_typed_events_and_collects_into_a_completion(driver: Sync | 
 def test_logprobs_matches_and_reasons_come_through(driver: Sync | Async) -> None:
     """Optional parts of chunk and finish keep their meaning; a reason of a newer server is UNKNOWN, not an error."""
     logprobs = pb.TokenLogprobs(logprob=-0.5, top_token_ids=[5, 9], top_logprobs=[-0.5, -2.0])
-    with_logprobs = pb.GenerateChunk(text="a", token_ids=[5], from_draft=[False], logprobs=[logprobs])
+    with_logprobs = pb.GenerateChunk(text="a", token_ids=[5], from_draft=[False], logprobs=[logprobs], text_ends=[1])
     last = finished(1, no_draft_reason=pb.NO_DRAFT_REASON_NO_DRAFTER)
     last.finished.stop_string = "b"
     last.finished.grammar_complete = False
@@ -191,7 +194,7 @@ def test_a_request_that_stays_refused_fails_with_the_servers_reason(driver: Sync
 
 def test_nothing_is_tried_again_after_the_first_event(driver: Sync | Async) -> None:
     """A stream that breaks half-way is an error, never a second completion."""
-    target = ScriptedTarget((started(), chunk(0, "a", [1]), Unavailable("draining", reason="DRAINING")), GOOD)
+    target = ScriptedTarget((started(), chunk(0, (1, "a")), Unavailable("draining", reason="DRAINING")), GOOD)
     with serve(target) as address:
         events, error = driver.events(address)
     assert [type(event) for event in events] == [Started, Chunk]
@@ -241,7 +244,7 @@ def test_cancel_ends_the_request_and_says_so(driver: Sync | Async) -> None:
 
 def test_a_stream_without_its_last_event_is_incomplete(driver: Sync | Async) -> None:
     """OK is not enough: without `finished` nobody knows whether text is missing."""
-    with serve(ScriptedTarget((started("r9"), chunk(0, "a", [1])))) as address:
+    with serve(ScriptedTarget((started("r9"), chunk(0, (1, "a"))))) as address:
         events, error = driver.events(address)
     assert len(events) == 2
     assert isinstance(error, IncompleteStream)
@@ -251,12 +254,12 @@ def test_a_stream_without_its_last_event_is_incomplete(driver: Sync | Async) -> 
 @pytest.mark.parametrize(
     "script",
     [
-        (chunk(0, "a", [1]), finished(1)),
+        (chunk(0, (1, "a")), finished(1)),
         (started(), started()),
-        (started(), chunk(1, "a", [1])),
-        (started(), chunk(0, "ab", [1, 2]), chunk(1, "c", [3])),
-        (started(), pb.GenerateResponse(chunk=pb.GenerateChunk(text="a", token_ids=[1]))),
-        (started(), finished(0), chunk(0, "a", [1])),
+        (started(), chunk(1, (1, "a"))),
+        (started(), chunk(0, (1, "a"), (2, "b")), chunk(1, (3, "c"))),
+        (started(), pb.GenerateResponse(chunk=pb.GenerateChunk(text="a", token_ids=[1], text_ends=[1]))),
+        (started(), finished(0), chunk(0, (1, "a"))),
     ],
     ids=["no start", "two starts", "gap", "overlap", "lengths", "after the end"],
 )
@@ -266,6 +269,43 @@ def test_a_server_that_breaks_the_contract_is_caught(driver: Sync | Async, scrip
         _, error = driver.events(address)
     assert isinstance(error, InternalError)
     assert error.reason == "BAD_RESPONSE"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "ends"),
+    [
+        ("ab", 2, []),
+        ("ab", 2, [2]),
+        ("ab", 1, [1, 2]),
+        ("ab", 2, [0, 1]),
+        ("ab", 2, [1, 3]),
+        ("ab", 3, [2, 1, 2]),
+        ("ab", 2, [3, 2]),
+        ("\U0001f600", 1, [4]),
+        ("\U0001f600", 1, [2]),
+        ("ab", 0, []),
+    ],
+    ids=["none", "few", "many", "short", "beyond", "falling", "falls back", "bytes", "UTF-16 units", "no token"],
+)
+def test_text_ends_that_do_not_divide_the_text_are_caught(text: str, count: int, ends: list[int]) -> None:
+    """A server that counts anything but code points, or leaves text without a token, breaks the contract."""
+    broken = pb.GenerateChunk(text=text, token_ids=range(count), from_draft=[False] * count, text_ends=ends)
+    state = StreamState()
+    state.observe(started())
+    with pytest.raises(InternalError, match="text_ends") as caught:
+        state.observe(pb.GenerateResponse(chunk=broken))
+    assert caught.value.reason == "BAD_RESPONSE"
+
+
+def test_text_is_divided_by_code_points() -> None:
+    """Characters beyond the basic plane count once, combining marks for themselves, and a token may have no text."""
+    state = StreamState()
+    state.observe(started())
+    texts = ["a", "", "\U0001f600", "e", "\u0301", ""]
+    event = state.observe(chunk(0, *enumerate(texts)))
+    assert isinstance(event, Chunk)
+    assert [token.text for token in event.tokens] == texts
+    assert event.text == "".join(texts)
 
 
 def test_a_deadline_ends_the_request(driver: Sync | Async) -> None:

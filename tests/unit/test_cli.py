@@ -17,11 +17,11 @@ from draftwire.wire import to_duration
 
 GOOD = (
     started(),
-    chunk(0, "Hello", [5]),
-    chunk(1, " big world", [6, 7], drafted=1),
+    chunk(0, (5, "Hello")),
+    chunk(1, (6, " big"), (7, " world"), drafted=1),
     finished(3, drafted=2, accepted=1),
 )
-PLAIN = (started(), chunk(0, "Hi", [5]), finished(1, no_draft_reason=pb.NO_DRAFT_REASON_NO_DRAFTER))
+PLAIN = (started(), chunk(0, (5, "Hi")), finished(1, no_draft_reason=pb.NO_DRAFT_REASON_NO_DRAFTER))
 
 
 def run(target: ScriptedTarget, *arguments: str, stdin: str | None = None) -> Result:
@@ -93,11 +93,15 @@ def test_flags_reach_the_request(good: ScriptedTarget, tmp_path: Path) -> None:
 
 
 def test_json_prints_one_event_a_line(good: ScriptedTarget) -> None:
-    """Programs read kinds, ids and statistics; the text is that of the chunks."""
+    """Programs read kinds, ids, each token's text and statistics; the text is that of the chunks."""
     result = run(good, "generate", "Hi", "--json", "--no-stats")
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["event"] for event in events] == ["started", "chunk", "chunk", "finished"]
-    assert [token["from_draft"] for token in events[2]["tokens"]] == [True, False]
+    assert events[2]["text"] == " big world"
+    assert [(token["id"], token["text"], token["from_draft"]) for token in events[2]["tokens"]] == [
+        (6, " big", True),
+        (7, " world", False),
+    ]
     assert events[3]["finish_reason"] == "max_tokens"
     assert events[3]["speculation"]["num_draft_tokens"] == 2
 

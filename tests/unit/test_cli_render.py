@@ -3,56 +3,48 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 
 from client.render import Mark, Tally, TextView, mark_for, split_by_draft
-from draftwire.errors import Unavailable
 from draftwire.events import Chunk, Token
 
-PIECES = {1: " a", 2: "b", 3: " c", 4: "\ufffd", 5: "x"}
 
-
-def pieces_of(ids: Sequence[int]) -> str:
-    return "".join(PIECES[token_id] for token_id in ids)
-
-
-def made(text: str, *tokens: tuple[int, bool]) -> Chunk:
-    return Chunk(first_step=0, text=text, tokens=tuple(Token(id=i, from_draft=drafted) for i, drafted in tokens))
+def made(*tokens: tuple[str, bool]) -> Chunk:
+    """A chunk of (text, from_draft)."""
+    made = tuple(Token(id=i, text=text, from_draft=drafted) for i, (text, drafted) in enumerate(tokens))
+    return Chunk(first_step=0, text="".join(token.text for token in made), tokens=made)
 
 
 def view(mark: Mark, *, terminal: bool = True) -> tuple[TextView, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, color_system="standard" if terminal else None, width=20)
-    return TextView(console, mark, pieces_of), file
+    return TextView(console, mark), file
 
 
 @pytest.mark.parametrize(
     ("chunk", "runs"),
     [
-        (made(" a", (1, True)), [(" a", True)]),
-        (made(" ab c", (1, True), (2, True), (3, False)), [(" ab", True), (" c", False)]),
-        (made(" ab c", (1, False), (2, True), (3, False)), [(" a", False), ("b", True), (" c", False)]),
+        (made((" a", True)), [(" a", True)]),
+        (made((" a", True), ("b", True), (" c", False)), [(" ab", True), (" c", False)]),
+        (made((" a", False), ("b", True), (" c", False)), [(" a", False), ("b", True), (" c", False)]),
         # Two tokens that are one character: it belongs to the run in which it is complete.
-        (made(" aé", (1, True), (4, True), (4, False)), [(" a", True), ("é", False)]),
-        # A first token whose space the server left out: nothing fits, and nothing is lost.
-        (made("ab", (1, True), (2, False)), [("", True), ("ab", False)]),
-        (made("", (5, True), (5, False)), [("", True), ("", False)]),
-        (made("left"), [("left", False)]),
+        (made((" a", True), ("", True), ("é", False)), [(" a", True), ("é", False)]),
+        (made(("", True), ("", False)), [("", True), ("", False)]),
+        (made(), []),
     ],
 )
 def test_runs_join_to_the_text_of_the_chunk(chunk: Chunk, runs: list[tuple[str, bool]]) -> None:
-    """However ids and text fit together, not a character is lost, doubled or moved."""
-    found = list(split_by_draft(chunk, pieces_of))
+    """Neighbours of one kind make one run, and not a character is lost, doubled or moved."""
+    found = list(split_by_draft(chunk))
     assert found == runs
     assert "".join(text for text, _ in found) == chunk.text
 
 
 def test_tint_and_brackets_mark_accepted_drafts_only() -> None:
     """Green on a terminal, brackets where there is no colour."""
-    chunk = made(" ab c", (1, True), (2, True), (3, False))
+    chunk = made((" a", True), ("b", True), (" c", False))
     tinted, file = view(Mark.TINT)
     tinted.show(chunk)
     assert file.getvalue() == "\x1b[32m ab\x1b[0m c"
@@ -64,7 +56,7 @@ def test_tint_and_brackets_mark_accepted_drafts_only() -> None:
 def test_long_text_is_not_folded() -> None:
     """A line of the answer stays a line, whatever the width of the terminal."""
     plain, file = view(Mark.NONE)
-    plain.show(made("word " * 20, (5, False)))
+    plain.show(made(("word " * 20, False)))
     plain.close()
     assert file.getvalue() == "word " * 20 + "\n"
 
@@ -73,27 +65,12 @@ def test_an_answer_cannot_steer_the_terminal_but_a_pipe_gets_every_byte() -> Non
     """Escape sequences are shown as U+FFFD on a terminal, and untouched in a file."""
     text = "a\x1b[2Jb\tc\n"
     shown, file = view(Mark.NONE)
-    shown.show(made(text, (5, False)))
+    shown.show(made((text, False)))
     assert "\x1b" not in file.getvalue()
     piped, file = view(Mark.NONE, terminal=False)
-    piped.show(made(text, (5, False)))
+    piped.show(made((text, False)))
     piped.close()
     assert file.getvalue() == text
-
-
-def test_marks_are_given_up_where_detokenize_fails() -> None:
-    """The text goes on; the server is not asked again."""
-    asked = []
-
-    def down(ids: Sequence[int]) -> str:
-        asked.append(ids)
-        raise Unavailable("gone")
-
-    file = io.StringIO()
-    broken = TextView(Console(file=file, force_terminal=True, color_system="standard"), Mark.TINT, down)
-    for _ in range(2):
-        broken.show(made(" ab", (1, True), (2, False)))
-    assert (file.getvalue(), len(asked)) == (" ab ab", 1)
 
 
 def test_no_colour_means_no_tint() -> None:
@@ -107,6 +84,6 @@ def test_no_colour_means_no_tint() -> None:
 def test_an_interrupted_answer_is_counted_as_far_as_it_was_seen() -> None:
     """Without the last event, tokens and accepted drafts are those of the chunks."""
     tally = Tally()
-    tally.see(made(" ab c", (1, True), (2, True), (3, False)))
+    tally.see(made((" a", True), ("b", True), (" c", False)))
     assert tally.line().startswith("interrupted after 3 tokens in ")
     assert tally.line().endswith("2 of them accepted drafts")

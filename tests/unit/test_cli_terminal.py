@@ -13,11 +13,10 @@ import pytest
 
 from draftwire.scripted_target import ScriptedTarget, chunk, finished, serve, started
 
-PIECES = {5: "Hello", 6: " big", 7: " world"}
 GOOD = (
     started(),
-    chunk(0, "Hello", [5]),
-    chunk(1, " big world", [6, 7], drafted=1),
+    chunk(0, (5, "Hello")),
+    chunk(1, (6, " big"), (7, " world"), drafted=1),
     finished(3, drafted=2, accepted=1),
 )
 
@@ -46,7 +45,7 @@ def in_terminal(address: str, *arguments: str, **environ: str) -> str:
 
 def test_a_terminal_shows_accepted_drafts_in_green() -> None:
     """Only the accepted part of a round is tinted; NO_COLOR and --no-tint leave plain text."""
-    target = ScriptedTarget(GOOD, pieces=PIECES)
+    target = ScriptedTarget(GOOD)
     with serve(target) as address:
         assert in_terminal(address) == "Hello\x1b[32m big\x1b[0m world\r\n"
         assert in_terminal(address, NO_COLOR="1") == "Hello big world\r\n"
@@ -75,7 +74,7 @@ def test_ctrl_c_cancels_the_request_and_prints_what_there_is(flags: tuple[str, .
 
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     """`draftwire generate | head -c 1` is not a crash."""
-    target = ScriptedTarget((*GOOD[:2], *(chunk(i, "x" * 1000, [6]) for i in range(1, 200)), finished(200)))
+    target = ScriptedTarget((*GOOD[:2], *(chunk(i, (6, "x" * 1000)) for i in range(1, 200)), finished(200)))
     with serve(target) as address:
         process = subprocess.Popen(command(address), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,8 @@ class Outcome:
     """What a client and the engine saw of a request."""
 
     text: str = ""
+    texts: list[str] = field(default_factory=list)
+    """Of each token, by the ends of its chunk."""
     tokens: list[Token] = field(default_factory=list)
     finish: Finish | None = None
     completion_tokens: int = 0
@@ -66,6 +70,7 @@ class Outcome:
     def same_as(self, other: Outcome) -> None:
         """Equal in all that the promise covers: everything but which round and which source a token came from."""
         assert self.text == other.text
+        assert self.texts == other.texts
         assert self.ids == other.ids
         assert self.finish == other.finish
         assert self.completion_tokens == other.completion_tokens
@@ -102,12 +107,27 @@ def drive(script: Sequence[int], stopping: Stopping, drafter: Drafter | None = N
             assert committed.released.tokens
             outcome.chunks.append(committed.released)
             outcome.text += committed.released.text
+            outcome.texts += texts_of(committed.released)
             outcome.tokens += committed.released.tokens
         outcome.finish = committed.finish
     outcome.completion_tokens = ledger.completion_tokens
     outcome.committed = ledger.ids
     check(outcome, stopping)
     return outcome
+
+
+def texts_of(released: Released) -> list[str]:
+    """The text of each token, cut by the ends."""
+    assert len(released.text_ends) == len(released.tokens)
+    assert released.text_ends[-1] == len(released.text)
+    return [released.text[begin:end] for begin, end in pairwise((0, *released.text_ends))]
+
+
+def completed_by(ids: Sequence[int], *, ended: bool) -> list[str]:
+    """The characters that each id completed; `ended` gives the last id what an unfinished one becomes."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    last = len(ids) - 1
+    return [decoder.decode(piece(token_id), final=ended and at == last) for at, token_id in enumerate(ids)]
 
 
 def check(outcome: Outcome, stopping: Stopping) -> None:
@@ -128,6 +148,19 @@ def check(outcome: Outcome, stopping: Stopping) -> None:
     assert counts.emitted == emitted + by_token
     assert emitted == len(outcome.tokens) or finish.reason is FinishReason.STOP_STRING
     assert outcome.committed[len(PROMPT) :][: len(outcome.tokens)] == outcome.ids
+    check_texts(outcome)
+
+
+def check_texts(outcome: Outcome) -> None:
+    """Each token has what it completed, and joined that is the text; a stop string cuts it there, for good."""
+    assert "".join(outcome.texts) == outcome.text
+    stopped = outcome.finish is not None and outcome.finish.reason is FinishReason.STOP_STRING
+    whole = completed_by(outcome.ids, ended=not stopped)
+    assert stopped or outcome.texts == whole
+    left = len(outcome.text)
+    for text, completed in zip(outcome.texts, whole, strict=True):
+        assert text == completed[:left]
+        left -= len(text)
 
 
 def perfect(script: Sequence[int]) -> Drafter:
@@ -310,6 +343,14 @@ def test_the_ids_of_a_character_leave_together() -> None:
     ]
 
 
+def test_a_character_belongs_to_the_token_that_completed_it() -> None:
+    """Kind of fault: the ends of one burst count from the last token's text, not from the beginning of the chunk."""
+    script = [3, 9, 10, 4, 8]
+    outcome = by_any_rounds(script, Stopping(max_tokens=5))
+    assert outcome.texts == ["a", "", "😀", "b", " the"]
+    assert drive(script, Stopping(max_tokens=5), perfect(script), 4).chunks[0].text_ends == (1, 1, 2, 3, 7)
+
+
 def test_a_round_that_lets_nothing_go_releases_nothing() -> None:
     ledger = Ledger(PROMPT, Stopping(max_tokens=9, stops=("\nUser:",)), piece)
     assert ledger.commit(Verdict((13,), 0), None).released is None
@@ -362,7 +403,7 @@ def test_the_ledger_does_not_keep_the_callers_prompt() -> None:
     width=st.integers(1, 9),
 )
 def test_no_partition_into_rounds_changes_anything(**case: object) -> None:
-    """One by one or in bursts, by any drafter: the same text, ids, reason, usage, logprobs and committed ids."""
+    """One by one or in bursts, by any drafter: the same text of each token, ids, reason, usage, logprobs and commits."""
     script, width, seed = case["script"], case["width"], case["seed"]
     assert isinstance(script, list)
     assert isinstance(width, int)
