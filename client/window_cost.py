@@ -81,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ModelError, BlasError, ValueError) as error:
         print(json.dumps({"error": str(error)}))
         return 1
-    finally:
-        if "mlx.core" in sys.modules:
-            # Without it, a process that used mlx aborts at its exit.
-            sys.modules["mlx.core"].clear_streams()
     print(json.dumps(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "mlx.core" in sys.modules:
+        # Without it, a process that used mlx aborts at its exit. Not in `main`: a caller may still need its streams.
+        sys.modules["mlx.core"].clear_streams()
+    sys.exit(code)

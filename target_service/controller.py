@@ -267,7 +267,7 @@ class Auto:
         return delay_s + drafts * (statistics.median_low(self._drafts_s) if self._drafts_s else 0.0)
 
     def _saved_s(self, drafts: int) -> float:
-        """Seconds that a round with drafts saves. A quarter of it, halved at each miss, loses at most half of one such round."""
+        """Seconds that a round with drafts saves. A quarter of it, halved at each miss, loses at most half of one round."""
         tokens = 1.0 + sum(self._acceptance.survival(j) for j in range(1, drafts + 1))
         return tokens * self._costs.plain_s - self._costs.forward_s(1 + drafts)
 

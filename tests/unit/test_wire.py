@@ -91,8 +91,10 @@ def same(found: DraftwireError, sent: DraftwireError) -> None:
 @pytest.mark.parametrize("cls", [*ERROR_CLASSES, DraftwireError])
 async def test_each_class_comes_back_with_all_it_carries(failing: Failing, cls: type[DraftwireError]) -> None:
     violations = [FieldViolation("sampling.top_p", "is 2, must lie in (0, 1]"), FieldViolation("chat", "naïve 你好")]
-    full = cls("two\nlines, ü", reason="SPECIAL", metadata={"a": "1"}, retry_after_s=1.25, violations=violations)
-    for sent in (full, cls("short")):
+    # A fault of ours goes out as it is only with the id under which the log explains it.
+    metadata = {"a": "1", "error_id": "7"}
+    full = cls("two\nlines, ü", reason="SPECIAL", metadata=metadata, retry_after_s=1.25, violations=violations)
+    for sent in (full, cls("short", metadata={"error_id": "8"})):
         same(await failing.caught(sent), sent)
         same(await failing.caught_blocking(sent), sent)
 
@@ -125,6 +127,14 @@ async def test_no_text_is_long_enough_to_lose_the_code(failing: Failing, char: s
 async def test_unexpected_errors_say_nothing_but_an_id(failing: Failing) -> None:
     found = await failing.caught(KeyError("secret path"))
     assert isinstance(found, InternalError)
+    assert "secret" not in str(found)
+    assert found.metadata["error_id"] in found.message
+
+
+async def test_our_own_faults_say_nothing_but_an_id_and_a_reason(failing: Failing) -> None:
+    found = await failing.caught(InternalError("secret path", reason="LOGITS_NOT_FINITE"))
+    assert isinstance(found, InternalError)
+    assert found.reason == "LOGITS_NOT_FINITE"
     assert "secret" not in str(found)
     assert found.metadata["error_id"] in found.message
 
