@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeAlias
 from smollm2_prompts import PROMPTS
 
 from client.services import Services, ServicesConfig
+from client.up import terminated_like_interrupted
 from draftwire.client import Client
 from draftwire.events import Completion
 from draftwire.layers import cut_layers
@@ -124,5 +125,10 @@ def live_services(cut: Path, log_dir: Path) -> Iterator[Live]:
     # Long patience: on a busy machine a late draft must not turn a test of drafts into one of plain decoding.
     patience = ("--draft-timeout-s", "20")
     config = ServicesConfig(model=MODEL, threads=1, target_arguments=patience)
-    with Services(config, log_dir=log_dir) as services, Client(services.target_address, timeout_s=600.0) as client:
+    # A job that cancels the tests sends SIGTERM: then too the services must go.
+    with (
+        terminated_like_interrupted(),
+        Services(config, log_dir=log_dir) as services,
+        Client(services.target_address, timeout_s=600.0) as client,
+    ):
         yield Live(services, client, {"self": MODEL, "cut": str(cut)})

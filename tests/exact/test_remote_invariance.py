@@ -140,7 +140,7 @@ async def test_whatever_a_drafter_does_the_answer_is_the_plain_one(model: Path, 
 async def test_late_answers_are_used_where_they_still_fit_and_never_where_not(model: Path) -> None:
     fake = FakeDraftService()
     async with drafted(model, fake, draft_timeout_s=5.0) as (target, _):
-        request = {"max_tokens": 200, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+        request: dict[str, Any] = {"max_tokens": 200, "temperature": 0.8, "seed": 3, "ignore_eos": True}
         plain = await complete(target, request, drafting="off")
         brake = target.brake()
         for right in (True, False):
@@ -176,12 +176,12 @@ class TestSharedNoise:
     async def test_the_same_model_drafts_what_the_target_will_say(
         self, tmp_path: Path, kind: TinyKind, request_name: str
     ) -> None:
-        request = {**REQUESTS[request_name], "max_tokens": 120, "ignore_eos": True}
+        request: dict[str, Any] = {**REQUESTS[request_name], "max_tokens": 120, "ignore_eos": True}
         path = save_tiny_model(tmp_path / kind, kind, 7, context_length=512)
         async with model_drafter(path) as drafter, target_service(path, drafters=[drafter]) as target:
             await target.drafter_is(DrafterState.READY)
             plain = await complete(target, request, drafting="off")
-            for drafting in ({"drafting": "fixed", "num_draft_tokens": 4}, {"drafting": "auto"}):
+            for drafting in (DRAFTING["fixed 4"], DRAFTING["auto"]):
                 result = await complete(target, request, **drafting)
                 assert visible(result) == visible(plain)
                 reconciled(result)
@@ -192,7 +192,7 @@ class TestSharedNoise:
     async def test_with_another_seed_the_same_drafts_would_be_wrong(self, tmp_path: Path) -> None:
         """The control: at this temperature it takes the noise to guess."""
         path = save_tiny_model(tmp_path / "tiny", "llama", 7, context_length=512)
-        request = {**REQUESTS["warm"], "max_tokens": 120}
+        request: dict[str, Any] = {**REQUESTS["warm"], "max_tokens": 120}
         async with target_service(path) as alone:
             other = await complete(alone, {**request, "seed": 99}, drafting="off")
         fake = FakeDraftService(testing.perfect(other.token_ids))
@@ -218,7 +218,7 @@ class TestSharedNoise:
         short = save_tiny_model(tmp_path / "draft", "llama", 7, context_length=80)
         async with model_drafter(short) as drafter, target_service(path, drafters=[drafter]) as target:
             await target.drafter_is(DrafterState.READY)
-            request = {"max_tokens": 150, "ignore_eos": True}
+            request: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
             plain = await complete(target, request, drafting="off")
             result = await complete(target, request, drafting="fixed", num_draft_tokens=4)
             assert visible(result) == visible(plain)
@@ -239,7 +239,12 @@ async def test_lookup_repeats_what_the_text_repeats(tmp_path: Path, kind: TinyKi
                 result = await target.client.complete(**again, **drafting)
                 assert visible(result) == visible(plain)
                 reconciled(result)
-        biased = {"token_ids": [97, 98, 99] * 8, "logit_bias": {97: 60.0}, "max_tokens": 60, "drafting": "fixed"}
+        biased: dict[str, Any] = {
+            "token_ids": [97, 98, 99] * 8,
+            "logit_bias": {97: 60.0},
+            "max_tokens": 60,
+            "drafting": "fixed",
+        }
         repeated = await target.client.complete(**biased)
         assert repeated.speculation.num_accepted_draft_tokens > 30
 
@@ -247,7 +252,7 @@ async def test_lookup_repeats_what_the_text_repeats(tmp_path: Path, kind: TinyKi
 class TestSeeds:
     async def test_a_seed_repeats_and_another_one_does_not(self, model: Path) -> None:
         async with drafted(model, FakeDraftService(testing.fixed(1, 2))) as (target, _):
-            request = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+            request: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
             for drafting in ({"drafting": "off"}, *DRAFTING.values()):
                 first = await complete(target, {**request, "seed": 7}, **drafting)
                 again = await complete(target, {**request, "seed": 7}, **drafting)

@@ -34,7 +34,7 @@ from draftwire.v1 import draft_pb2
 from target_service import drafter_link
 from target_service.drafter_link import LinkState
 
-LONG = {"max_tokens": 200, "ignore_eos": True, "num_draft_tokens": 4}
+LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "num_draft_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "llama", 7, context_length=4096)
 
 
-async def answer(target: Running, drafting: str = "fixed", **options: Any) -> Completion:
+async def answer(target: Running, drafting: Any = "fixed", **options: Any) -> Completion:
     return await target.client.complete("once upon", drafting=drafting, **{**LONG, **options})
 
 

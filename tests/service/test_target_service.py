@@ -397,7 +397,7 @@ class TestAbort:
 
 class TestAdmission:
     @pytest.mark.parametrize("limits", [{"max_running": 1}, {"kv_bytes_limit": 1}], ids=["places", "memory"])
-    async def test_beyond_the_queue_is_refused_before_any_work(self, model: Path, limits: dict[str, int]) -> None:
+    async def test_beyond_the_queue_is_refused_before_any_work(self, model: Path, limits: dict[str, Any]) -> None:
         if "kv_bytes_limit" in limits:
             # Room for one request of these sizes.
             limits = {"kv_bytes_limit": 256 * 2 * 2 * 2 * 16 * 4, "max_running": 8}
@@ -623,7 +623,7 @@ class TestLeaving:
 
                 async def leave(messages: int, after_ms: int) -> None:
                     prompt = [65] * kinds.choice((1, 20, 300))
-                    mode = kinds.choice(("auto", "fixed", "off"))
+                    mode: Any = kinds.choice(("auto", "fixed", "off"))
                     stream = target.client.generate(token_ids=prompt, max_tokens=900, ignore_eos=True, drafting=mode)
                     try:
                         async with asyncio.timeout(0.05 + after_ms / 1000):
@@ -817,6 +817,8 @@ class TestLife:
                 assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_finish_reason_is_context_length_where_the_context_ends(target: Running) -> None:
-    answer = await target.client.complete(token_ids=[65] * 4090, max_tokens=100, ignore_eos=True)
-    assert (answer.finish_reason, len(answer.tokens)) == (FinishReason.CONTEXT_LENGTH, 6)
+async def test_finish_reason_is_context_length_where_the_context_ends(model: Path) -> None:
+    async with target_service(model, context_length=100) as target:
+        answer = await target.client.complete(token_ids=[65] * 94, max_tokens=100, ignore_eos=True)
+        assert (answer.finish_reason, len(answer.tokens)) == (FinishReason.CONTEXT_LENGTH, 6)
+        assert answer.started.max_tokens == 6
