@@ -425,3 +425,62 @@ def test_a_bad_row_ends_its_own_sequence_only() -> None:
 
     with thread() as compute:
         asyncio.run(check(compute))
+
+
+def test_a_forward_begun_ahead_is_used_only_where_it_is_what_comes_next() -> None:
+    """After it: the expected windows, one sequence less, drafts, a step back, a newcomer. Each time everybody is right."""
+
+    async def check(compute: ComputeThread) -> None:
+        loaded = await compute.run(lambda: make("llama", {}))
+        prompts = [prompt(number, 4 + 9 * number) for number in range(4)]
+        truths = await compute.run(lambda: [alone(loaded.model, ids, 20) for ids in prompts])
+        engine = await make_engine(compute, loaded, "auto")
+        assert isinstance(engine, BatchEngine)
+        await engine.prepare((1,))
+        slots: dict[int, int] = {}
+        done = [0] * len(prompts)
+
+        async def join(number: int) -> None:
+            slots[number] = await engine.open(Choosing())
+            await engine.prefill(slots[number], prompts[number][:-1])
+
+        async def tick(*, drafts: dict[int, int] | None = None, back: int = 0) -> bool:
+            """A forward of everybody, `back` steps before where they stand. Whether one was begun ahead after it."""
+            windows = []
+            for number, slot in slots.items():
+                done[number] -= back
+                at, truth = done[number], truths[number]
+                engine.truncate(slot, len(prompts[number]) - 1 + at)
+                given = tuple(truth[at : at + (drafts or {}).get(number, 0)])
+                pending = truth[at - 1] if at else prompts[number][-1]
+                windows.append(Window(slot=slot, pending=pending, drafts=given, first_step=at, ahead=not given))
+            choices = await engine.forward(windows)
+            for number, window, choice in zip(list(slots), windows, choices, strict=True):
+                assert list(choice.ids) == truths[number][done[number] : done[number] + window.rows]
+                done[number] += window.rows
+            return engine._ahead is not None
+
+        for number in range(3):
+            await join(number)
+        assert await tick()
+        assert await tick()
+        engine.close(slots.pop(1))
+        assert await tick()
+        assert not await tick(drafts={0: 2})
+        assert await tick()
+        assert await tick(back=1)
+        await join(3)
+        assert await tick()
+        assert await tick()
+        assert await tick(back=2)
+        engine.close(slots.pop(0))
+        engine.close(slots.pop(2))
+        assert await tick()
+        engine.close(slots.pop(3))
+        await join(1)
+        done[1] = 0
+        assert await tick()
+        await engine.unload()
+
+    with thread() as compute:
+        asyncio.run(check(compute))
