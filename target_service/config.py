@@ -33,6 +33,9 @@ class TargetSettings(ServiceSettings):
         0.5, description="Longest that a round ever waits for drafts, and the deadline of a Draft call, in seconds."
     )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="Requests that run at once.")
+    batching: Literal["auto", "off"] = Field(
+        "auto", description="'auto' runs all requests in one forward where the model can; 'off' runs them one by one."
+    )
     max_queued: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; more are refused.")
     kv_bytes_limit: Annotated[int, Field(ge=1)] = Field(
         4 << 30, description="KV cache of all running requests, in bytes, charged at admission."

@@ -14,6 +14,7 @@ import mlx.core as mx
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
+from draftwire.ragged import PoolRow
 from target_service.caches import Rollback, SequenceCache, rollback_of
 from target_service.choose import PendingChoice, choose, read
 from target_service.params import Choosing
@@ -21,7 +22,7 @@ from target_service.window import Choice, Window
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """One sequence. The cache and `ahead` are touched on the compute thread only."""
 
     cache: SequenceCache
@@ -30,13 +31,15 @@ class _Slot:
     """Positions that stand; the cache may hold more until the next forward."""
     ahead: PendingChoice | None = None
     """The choice after [pending] at position `keep`, begun before pending was read back."""
+    row: PoolRow | None = None
+    """Its row of a pool that many sequences share; the cache is then empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A window whose forward has been handed to mlx."""
 
-    slot: _Slot
+    slot: Slot
     window: Window
     choice: PendingChoice
     began_s: float = field(default_factory=time.perf_counter)
@@ -50,9 +53,11 @@ class Engine:
         self._compute = compute
         self._model = loaded.model
         self._width = loaded.head_width
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._next_slot = 0
         self.rollback: Rollback = Rollback("", "not looked at yet", None)
+        self.batching = "one by one"
+        """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
 
     @property
     def width(self) -> int:
@@ -72,7 +77,7 @@ class Engine:
         """Makes an empty cache and returns its slot."""
         number = self._next_slot
         self._next_slot += 1
-        self._slots[number] = await self._compute.run(lambda: _Slot(SequenceCache(self._model), choosing))
+        self._slots[number] = await self._compute.run(lambda: self._empty(choosing))
         return number
 
     async def prefill(self, slot: int, ids: Sequence[int]) -> None:
@@ -114,20 +119,26 @@ class Engine:
         if not all(0 <= token < self.width for token in ids):
             raise InternalError(f"a token id is outside [0, {self.width})", reason="TOKEN_OUT_OF_VOCAB")
 
-    def _prefill(self, slot: _Slot, ids: list[int]) -> None:
+    def _look(self) -> Rollback:
+        return rollback_of(self._model)
+
+    def _empty(self, choosing: Choosing) -> Slot:
+        return Slot(SequenceCache(self._model), choosing)
+
+    def _prefill(self, slot: Slot, ids: list[int]) -> None:
         self._model(mx.array([ids]), cache=slot.cache.layers)
         slot.cache.written(len(ids))
         slot.cache.evaluate()
         mx.clear_cache()
 
-    def _forward(self, work: Sequence[tuple[_Slot, Window]]) -> list[Choice]:
+    def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
                 self._launch_ahead(flight)
         return [self._land(flight) for flight in flights]
 
-    def _launch(self, slot: _Slot, window: Window) -> _Flight:
+    def _launch(self, slot: Slot, window: Window) -> _Flight:
         """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
         if slot.ahead is not None and not window.drafts:
             choice, slot.ahead = slot.ahead, None
@@ -137,7 +148,7 @@ class Engine:
         choice = self._build(slot, mx.array([[window.pending, *window.drafts]]), window)
         return _Flight(slot, window, choice, began_s)
 
-    def _build(self, slot: _Slot, ids: mx.array, window: Window) -> PendingChoice:
+    def _build(self, slot: Slot, ids: mx.array, window: Window) -> PendingChoice:
         logits = self._model(ids, cache=slot.cache.layers)[0]
         slot.cache.written(ids.shape[1])
         choice = choose(logits, slot.choosing, window)
@@ -158,13 +169,12 @@ class Engine:
         now_s = time.perf_counter()
         return Choice(chosen.ids, chosen.logprobs, now_s - flight.began_s, now_s)
 
-    def _settle(self, slot: _Slot) -> None:
+    def _settle(self, slot: Slot) -> None:
         """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants."""
         slot.ahead = None
         slot.cache.truncate(slot.keep)
 
-    @staticmethod
-    def _drop(slot: _Slot) -> None:
+    def _drop(self, slot: Slot) -> None:
         slot.ahead = None
         slot.cache.layers.clear()
         mx.clear_cache()
@@ -175,8 +185,8 @@ class Engine:
         mx.clear_cache()
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
-        self.rollback = rollback_of(self._model)
-        slot = _Slot(SequenceCache(self._model), Choosing())
+        self.rollback = self._look()
+        slot = self._empty(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32
         costs = {}
@@ -188,7 +198,7 @@ class Engine:
             if self.rollback.kind:
                 costs[count] = min(self._forward([(slot, window)])[0].forward_s for _ in range(3))
             else:
-                slot = _Slot(SequenceCache(self._model), Choosing())
+                slot = self._empty(Choosing())
                 costs[count] = self._forward([(slot, window)])[0].forward_s
         self._drop(slot)
         return costs

@@ -11,11 +11,11 @@ from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
 from draftwire.models import default_cache_dir
 from draftwire.tokenizer import Tokenizer
+from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
 from target_service.core import Target, TargetParts
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
-from target_service.engine import Engine
 from target_service.requests import Defaults
 from target_service.scheduler import Limits
 
@@ -42,7 +42,7 @@ async def load_target(
     )
     assert loaded.path is not None
     tokenizer = Tokenizer(loaded.path)
-    engine = Engine(compute, loaded)
+    engine = await make_engine(compute, loaded, settings.batching)
     stack.push_async_callback(engine.unload)
     # From here on the module is the engine's alone, so that its last reference goes on the compute thread.
     loaded = replace(loaded, model=None)
@@ -55,6 +55,7 @@ async def load_target(
         device=device,
         context_length=loaded.context_length,
         note=loaded.context_note,
+        batching=engine.batching,
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )

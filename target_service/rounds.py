@@ -35,6 +35,8 @@ def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, windo
     """What one sequence does with what its window's rows chose."""
     if sequence.slot is None:
         return
+    if choice.error is not None:
+        raise choice.error
     before = sequence.ledger.step
     verdict = accept(window.drafts, choice.ids)
     committed = sequence.ledger.commit(verdict, choice.logprobs)
