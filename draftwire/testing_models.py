@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from draftwire.loaded import LoadedModel, describe
+from draftwire.testing_kinds import CacheKind, config_of
 
-TinyKind: TypeAlias = Literal["llama", "qwen2", "qwen3", "gemma3", "phi3"]
+TinyKind: TypeAlias = Literal["llama", "qwen2", "qwen3", "gemma3", "phi3", CacheKind]
 
 TINY_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TINY_VOCAB: Final = 256 + len(TINY_SPECIAL)
@@ -121,6 +122,8 @@ def _config(
         "max_position_embeddings": context_length,
         "tie_word_embeddings": False,
     }
+    if kind in get_args(CacheKind):
+        return config_of(kind, config, window)
     if kind in ("qwen3", "gemma3"):
         config["head_dim"] = 16
     if kind == "gemma3":
@@ -142,7 +145,7 @@ def _weight(kind: str, seed: int, name: str, shape: tuple[int, ...]) -> Any:
     draw = np.random.default_rng([seed, zlib.crc32(f"{kind}/{name}".encode())]).standard_normal(shape)
     if "norm" in name:
         # Gemma stores the distance from one.
-        draw = 0.1 * draw + (0.0 if kind == "gemma3" else 1.0)
+        draw = 0.1 * draw + (0.0 if "gemma" in kind else 1.0)
     elif len(shape) == 1:
         draw = 0.1 * draw
     elif name.startswith("lm_head"):

@@ -41,3 +41,5 @@ class Choice:
     """From building the graph to the ids read back."""
     landed_s: float
     """When they were read back, on the performance counter."""
+    replayed: int = 0
+    """Rows that were computed again before the window's own, after a rollback of recurrent state."""
