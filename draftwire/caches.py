@@ -3,9 +3,9 @@
     begin(drafts)      before a forward whose last `drafts` rows may turn out wrong
     truncate(length)   afterwards: keeps positions [0, length)
 
-Keys and values are cut off. Recurrent state (Mamba, gated delta rule, short convolutions) has no rows to cut off: it goes back to
-the mark that `begin` set, and the caller feeds the ids between the mark and `length` again, best at the head of its next
-forward. Everything here runs on the compute thread.
+Keys and values are cut off. Recurrent state (Mamba, gated delta rule, short convolutions) has no rows to cut off: it goes
+back to the mark that `begin` set, and the caller feeds the ids between the mark and `length` again, best at the head of its
+next forward. Everything here runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class SequenceCache:
 
     def __init__(self, model: Any, quantisation: KvQuantisation | None = None, *, marks: int = 1) -> None:
         """marks: states that are remembered at most, where a model has recurrent state."""
-        self._make = lambda: make_layers(model, quantisation)
+        self._model = model
+        self._quantisation = quantisation
         self._most_marks = marks
         self._marks: list[_Mark] = []
-        self.layers: list[Any] = self._make()
+        self.layers: list[Any] = make_layers(model, quantisation)
         self.length = 0
         leaves = list(flat(self.layers))
         self._foreign = any(type(leaf) not in SEQUENCE_KINDS for leaf in leaves)
@@ -128,7 +129,7 @@ class SequenceCache:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.layers = self._make()
+        self.layers = make_layers(self._model, self._quantisation)
         self._marks.clear()
         self.length = 0
 
@@ -149,6 +150,7 @@ class SequenceCache:
 
     def drop(self) -> None:
         """Lets go of all arrays; the cache is at its end."""
+        self._model = None
         self.layers.clear()
         self._marks.clear()
 
@@ -197,7 +199,7 @@ def make_layers(model: Any, quantisation: KvQuantisation | None = None) -> list[
 
 def _own(layer: Any, quantisation: KvQuantisation | None) -> Any:
     if type(layer) is CacheList:
-        return CacheList(*(_own(part, quantisation) for part in layer.caches))
+        return CacheList(*(_own(part, quantisation) for part in layer.caches))  # type: ignore[no-untyped-call]
     if quantisation is not None:
         if type(layer) is not KVCache:
             raise CacheFormatError(f"its {type(layer).__name__} cannot be quantised like the other layers' cache")

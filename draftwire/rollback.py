@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
+
+from draftwire.errors import InternalError
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -81,10 +84,15 @@ def _fault(model: Any, quantisation: KvQuantisation | None) -> str:
     if not cut.counted():
         return "its cache does not count the tokens that it holds"
     kept = len(_PROMPT) + 1
-    stand = cut.truncate(kept)
-    found = _feed(model, cut, (*_PROMPT, _KEPT)[stand:] + (_NEXT,))
+    try:
+        stand = cut.truncate(kept)
+    except InternalError as error:
+        return error.message
+    found = _feed(model, cut, (*(*_PROMPT, _KEPT)[stand:], _NEXT))
     gap = _largest(mx.abs(expected.astype(mx.float32) - found.astype(mx.float32)))
     spread = max(1.0, _largest(mx.abs(expected)))
+    if not (math.isfinite(gap) and math.isfinite(spread)):
+        return "its logits are not finite"
     # Recurrent layers sum in another order for another number of rows; in 16 bits that is seen.
     tolerance = 1e-3 if expected.dtype == mx.float32 else 5e-2
     return "" if gap <= tolerance * spread else f"after a roll-back its logits differ by {gap:.3g}"

@@ -1,7 +1,7 @@
 """The cache of a layer with a sliding window, kept in time order and able to take rows back, also past the wrap.
 
-It stands in for mlx-lm's `RotatingKVCache`, which is a ring: there a row that leaves the window is overwritten at once, so nothing
-comes back, and a one-row step sums over the keys in the order of the ring, a window of several rows in the order of time.
+It stands in for mlx-lm's `RotatingKVCache`, which is a ring: there a row that leaves the window is overwritten at once, so
+nothing comes back, and a one-row step sums over the keys in the order of the ring, several rows in the order of time.
 Here every forward shows the attention the same columns in the order of time, whatever its number of rows.
 """
 
@@ -58,7 +58,7 @@ class SlidingKVCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What the last `update_and_fetch` returned; layers that share another layer's keys ask for it."""
+        """What the last `update_and_fetch` returned, for layers that share these keys; after `trim`, what the next row sees."""
         begin, end = self._first - self._base, self.offset - self._base
         shown = self.keys[..., begin:end, :], self.values[..., begin:end, :]
         if not self._first or not self.keep:
@@ -91,6 +91,7 @@ class SlidingKVCache:
         """Takes back the last n rows, or as many as it can; returns how many."""
         n = max(0, min(n, self.offset - self.lowest))
         self.offset -= n
+        self._first = self._first_column()
         return n
 
     def size(self) -> int:
@@ -133,10 +134,10 @@ class SlidingKVCache:
         base = 0 if base <= self.keep else base
         if base and self.keep and self._sinks is None:
             self._sinks = mx.contiguous(self.keys[..., : self.keep, :]), mx.contiguous(self.values[..., : self.keep, :])
-        live = self.offset - base
-        # Room for some more, so that the copy is rare; small windows take small steps.
+        needed = self.offset - base + rows
         step = min(256, max(16, self.max_size))
-        capacity = -(-(live + rows + step // 2) // step) * step
+        # Once it slides, always a whole step more, so that the copy is rare.
+        capacity = needed + step if base else -(-needed // step) * step
         self.keys = self._moved(self.keys, keys, base, capacity)
         self.values = self._moved(self.values, values, base, capacity)
         self._base = base

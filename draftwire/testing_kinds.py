@@ -45,9 +45,20 @@ def _gpt_oss(base: _Config, window: int) -> _Config:
 
 
 def _ministral3(base: _Config, window: int) -> _Config:
-    rope = {"rope_theta": 10_000.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64, "type": "default"}
+    rope = {
+        "rope_theta": 10_000.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+        "type": "default",
+    }
     types = _layer_types(2, 1)
-    return {"num_hidden_layers": 3, "layer_types": types, "sliding_window": window, "rope_parameters": rope, "head_dim": 16}
+    return {
+        "num_hidden_layers": 3,
+        "layer_types": types,
+        "sliding_window": window,
+        "rope_parameters": rope,
+        "head_dim": 16,
+    }
 
 
 def _cohere2(base: _Config, window: int) -> _Config:
@@ -125,7 +136,14 @@ def _lfm2(base: _Config, window: int) -> _Config:
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     }
-    return {**block, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "num_hidden_layers": 3, "full_attn_idxs": [1]}
+    return {
+        **block,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "num_hidden_layers": 3,
+        "full_attn_idxs": [1],
+    }
 
 
 def _jamba(base: _Config, window: int) -> _Config:
@@ -185,7 +203,12 @@ def _deepseek_v32(base: _Config, window: int) -> _Config:
     # Sparse attention sees the `window` keys that its indexer finds best.
     indexer = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": window}
     experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
-    return _latent(base) | indexer | experts | {"first_k_dense_replace": 1, "num_key_value_heads": base["num_attention_heads"]}
+    return (
+        _latent(base)
+        | indexer
+        | experts
+        | {"first_k_dense_replace": 1, "num_key_value_heads": base["num_attention_heads"]}
+    )
 
 
 _CONFIGS: Final[Mapping[str, Callable[[_Config, int], _Config]]] = {

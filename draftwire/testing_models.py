@@ -42,10 +42,12 @@ def make_tiny_model(
     num_layers: int | None = None,
     context_length: int = 512,
     sliding_window: int = 16,
+    head_dim: int = 16,
 ) -> LoadedModel:
     """A random model in memory, for the calling thread. Layers: 2 by default, 4 for gemma3 (every second slides).
 
-    `hidden_size` must be a multiple of 16. Raises ValueError for an unknown kind or size.
+    `hidden_size` must be a multiple of 16; `head_dim` counts for llama, qwen3 and gemma3 only, it is 16 for the others.
+    Raises ValueError for an unknown kind or size.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -57,6 +59,7 @@ def make_tiny_model(
         num_layers=num_layers,
         context_length=context_length,
         window=sliding_window,
+        head_dim=head_dim,
     )
     module_name = _MODULES.get(kind, kind)
     classes = importlib.import_module(f"mlx_lm.models.{module_name}")
@@ -102,7 +105,14 @@ def _save_tiny_tokenizer(out_dir: Path) -> None:
 
 
 def _config(
-    kind: str, *, vocab_size: int, hidden_size: int, num_layers: int | None, context_length: int, window: int
+    kind: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int | None,
+    context_length: int,
+    window: int,
+    head_dim: int,
 ) -> dict[str, Any]:
     if kind not in get_args(TinyKind):
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(get_args(TinyKind))}")
@@ -124,8 +134,8 @@ def _config(
     }
     if kind in get_args(CacheKind):
         return config_of(kind, config, window)
-    if kind in ("qwen3", "gemma3"):
-        config["head_dim"] = 16
+    if kind in ("llama", "qwen3", "gemma3"):
+        config["head_dim"] = head_dim
     if kind == "gemma3":
         config |= {
             "query_pre_attn_scalar": 16,

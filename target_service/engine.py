@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from draftwire.caches import KvQuantisation, SequenceCache
+from draftwire.caches import KvQuantisation, SequenceCache, arrays_of, flat
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
@@ -49,9 +49,7 @@ class _Flight:
 class Engine:
     """Forward passes for many sequences, one after the other, queued together so that mlx never idles between them."""
 
-    def __init__(
-        self, compute: ComputeThread, loaded: LoadedModel, quantisation: KvQuantisation | None = None
-    ) -> None:
+    def __init__(self, compute: ComputeThread, loaded: LoadedModel, quantisation: KvQuantisation | None = None) -> None:
         """loaded: made on the compute thread; its module is only ever used, and in the end dropped, there."""
         self._quantisation = quantisation
         self._compute = compute
@@ -60,6 +58,8 @@ class Engine:
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
         self.rollback: Rollback = Rollback("", "not looked at yet")
+        self.kv_bytes_per_token: int | None = None
+        """Measured where the cache is quantised, else what the model says holds."""
 
     @property
     def width(self) -> int:
@@ -196,6 +196,11 @@ class Engine:
         slot.cache.cache.drop()
         mx.clear_cache()
 
+    def _measured(self, slot: _Slot, window: Window) -> float:
+        seconds = self._forward([(slot, window)])[0].forward_s
+        slot.keep += int(not window.drafts)
+        return seconds
+
     def _unload(self) -> None:
         self._slots.clear()
         self._model = None
@@ -206,6 +211,9 @@ class Engine:
         slot = self._slot(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32
+        if self._quantisation is not None:
+            stored = (array for leaf in flat(slot.cache.cache.layers) for array in arrays_of(leaf))
+            self.kv_bytes_per_token = sum(array.nbytes // array.shape[2] for array in stored)
         costs = {}
         for count in rows:
             if count > 1 and self.rollback.room(32) < count - 1:
@@ -213,7 +221,9 @@ class Engine:
             window = Window(slot=0, pending=0, drafts=(0,) * (count - 1), first_step=0)
             self._forward([(slot, window)])
             if self.rollback.kind:
-                costs[count] = min(self._forward([(slot, window)])[0].forward_s for _ in range(3))
+                # A row that is no draft is never taken back.
+                slot.keep += int(count == 1)
+                costs[count] = min(self._measured(slot, window) for _ in range(3))
             else:
                 slot = self._slot(Choosing())
                 costs[count] = self._forward([(slot, window)])[0].forward_s

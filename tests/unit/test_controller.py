@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from draftwire.sampling import Sampler
 from draftwire.rollback import Rollback
+from draftwire.sampling import Sampler
 from target_service.controller import Acceptance, Auto, Controller, Fixed, Off, Plan
 from target_service.costs import Costs
 from target_service.drafts import Answer, Lost, SourceReport
