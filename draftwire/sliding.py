@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 SLACK = 128
-"""Rows that can always be taken back; they are kept beyond the window."""
+"""Rows below the longest length so far that can always be taken back; they are kept beyond the window."""
 
 
 class SlidingKVCache:
@@ -23,7 +23,7 @@ class SlidingKVCache:
     """
 
     def __init__(self, max_size: int, keep: int = 0, slack: int = SLACK) -> None:
-        """max_size: rows that attention sees, `keep` first ones included. slack: rows that can be taken back at any time."""
+        """max_size: rows that attention sees, `keep` first ones included. slack: rows that can always be taken back."""
         self.max_size = max_size
         self.keep = keep
         self.offset = 0
@@ -43,7 +43,7 @@ class SlidingKVCache:
 
     @property
     def slack(self) -> int:
-        """Rows that can be taken back at any time."""
+        """Rows below the longest length so far that can always be taken back."""
         return self._slack
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Final
 from draftwire.caches import KvQuantisation, SequenceCache
 from draftwire.errors import InternalError
 
-MOST_REPLAYED: Final = 8
-"""Ids that may head windows with drafts, round after round, before they get a forward of their own; see ADR 0104."""
+MOST_REPLAYED: Final = 12
+"""Ids that may head windows with drafts, round after round, before they get a forward of their own; see docs/adr/0104."""
 
 
 class ReplayCache:

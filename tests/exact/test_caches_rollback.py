@@ -6,8 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
 
+from draftwire.caches import KvQuantisation, flat
 from draftwire.loaded import LoadedModel
 from draftwire.testing_kinds import CacheKind
 from draftwire.testing_models import TINY_VOCAB, make_tiny_model
@@ -30,7 +33,22 @@ def test_any_pattern_of_acceptances_leaves_the_cache_true(kind: Any, window: int
     noise = random.Random(f"{kind} {window}")
     ids = [noise.randrange(TINY_VOCAB) for _ in range(TOKENS)]
     oracle = loaded.model(_batch(ids))[0]
-    run = Rounds(loaded, ids, oracle)
+    go(Rounds(loaded, ids, oracle), prompt, noise)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_cache_is_that_of_a_fresh_prefill(bits: int) -> None:
+    """Within one quantisation step, though here bit for bit; the rows are those of plain steps with the same bits."""
+    loaded = make_tiny_model("llama", seed=3, head_dim=32)
+    noise = random.Random(bits)
+    ids = [noise.randrange(TINY_VOCAB) for _ in range(TOKENS)]
+    plain = Rounds(loaded, ids, None, KvQuantisation(bits, 32))
+    oracle = mx.concatenate([plain.feed([token]) for token in ids])
+    assert mx.max(mx.abs(oracle - loaded.model(_batch(ids))[0])).item() > 10 * TOLERANCE
+    go(Rounds(loaded, ids, oracle, KvQuantisation(bits, 32)), 5, noise)
+
+
+def go(run: Rounds, prompt: int, noise: random.Random) -> None:
     run.prefill(prompt)
     while run.kept < TOKENS - 12:
         run.round(noise.randrange(9), noise)
@@ -43,11 +61,14 @@ def test_any_pattern_of_acceptances_leaves_the_cache_true(kind: Any, window: int
 class Rounds:
     """Does with a cache what the engine does with it, over a text that is known."""
 
-    def __init__(self, loaded: LoadedModel, ids: list[int], oracle: Any) -> None:
+    def __init__(
+        self, loaded: LoadedModel, ids: list[int], oracle: Any, quantisation: KvQuantisation | None = None
+    ) -> None:
+        self.quantisation = quantisation
         self.model = loaded.model
         self.ids = ids
         self.oracle = oracle
-        self.cache = ReplayCache(loaded.model)
+        self.cache = ReplayCache(loaded.model, quantisation)
         self.kept = 0
         self.rejected = 0
 
@@ -87,7 +108,7 @@ class Rounds:
         self.cache.truncate(self.kept)
         if self.cache.replay:
             self.feed(self.cache.begin([], 0))
-        fresh = ReplayCache(self.model)
+        fresh = ReplayCache(self.model, self.quantisation)
         self.model(_batch(self.ids[: self.kept]), cache=fresh.cache.layers)
         fresh.written(self.kept)
         assert self.cache.length == self.cache.cache.length == self.kept
@@ -97,10 +118,6 @@ class Rounds:
 
 def _rows(cache: ReplayCache) -> Iterator[Any]:
     """Every array that the next forward could see, cut to what it may see of it."""
-    from mlx_lm.models.cache import ArraysCache
-
-    from draftwire.caches import flat
-
     for leaf in flat(cache.cache.layers):
         if isinstance(leaf, ArraysCache):
             yield from (array for array in leaf.cache if array is not None)
@@ -108,20 +125,18 @@ def _rows(cache: ReplayCache) -> Iterator[Any]:
             # The next row sees itself and window - 1 rows before it.
             window = getattr(leaf, "max_size", None) or getattr(leaf, "chunk_size", None) or leaf.offset + 1
             seen = min(leaf.offset, window - 1)
-            keys, values = leaf.keys_and_values()
-            yield keys[..., -seen:, :]
-            yield values[..., -seen:, :]
+            for array in leaf.keys_and_values():
+                rows = array
+                if isinstance(leaf, QuantizedKVCache):
+                    rows = mx.dequantize(*array, group_size=leaf.group_size, bits=leaf.bits)
+                yield rows[..., -seen:, :]
 
 
 def _batch(ids: Sequence[int]) -> Any:
-    import mlx.core as mx
-
     return mx.array([list(ids)])
 
 
 def _agree(found: Any, expected: Any) -> None:
-    import mlx.core as mx
-
     assert found.shape == expected.shape
     if found.size:
         assert mx.max(mx.abs(found - expected)).item() <= TOLERANCE

@@ -75,6 +75,8 @@ class Counting:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers = model.layers
+        if hasattr(model, "make_cache"):
+            self.make_cache = model.make_cache
         self.rows: list[int] = []
 
     def __call__(self, ids: Any, cache: Any = None) -> Any:
