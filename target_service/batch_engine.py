@@ -14,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from draftwire.caches import SequenceCache
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
 from draftwire.ragged import RaggedPool, prefill_caches
+from draftwire.rollback import Rollback
 from target_service.batch_choose import Part, PendingBatch
-from target_service.caches import Rollback, SequenceCache
 from target_service.choose import Chosen
 from target_service.engine import Engine, Slot
 from target_service.params import Choosing
@@ -73,7 +74,7 @@ class BatchEngine(Engine):
 
     def _empty(self, choosing: Choosing) -> Slot:
         slot = super()._empty(choosing)
-        slot.cache.layers = prefill_caches(slot.cache.layers)
+        slot.cache.cache.layers = prefill_caches(make_prompt_cache(self._model))
         return slot
 
     def _forward(self, work: Work) -> list[Choice]:
@@ -137,9 +138,9 @@ class BatchEngine(Engine):
         lengths = [row.length for row in pool.rows] + [slot.cache.length for slot in joining]
         pool.reserve(len(lengths), max(lengths) + width)
         for slot in joining:
-            slot.row = pool.join(slot.cache.layers, slot.cache.length)
+            slot.row = pool.join(slot.cache.cache.layers, slot.cache.length)
             self._seated.append(slot)
-            slot.cache.layers.clear()
+            slot.cache.cache.layers.clear()
         mx.clear_cache()
 
     def _begin_ahead(self, flight: _Flight, work: Work) -> None:
@@ -205,7 +206,7 @@ class BatchEngine(Engine):
 
     def _copy(self, slot: Slot) -> SequenceCache:
         if slot.row is None:
-            return slot.cache
+            return slot.cache.cache
         self._drop_ahead()
         self._pool.truncate(slot.row, slot.keep)
         copy = SequenceCache(self._model)
@@ -238,7 +239,7 @@ class BatchEngine(Engine):
 
     def _look(self) -> Rollback:
         # In the pool nothing slides out, so that drafts can always be taken back.
-        return Rollback("trim", "", None)
+        return Rollback("trim", "")
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         costs = super()._prepare(rows)

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from draftwire.caches import KvQuantisation
 from draftwire.compute import ComputeThread
 from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
@@ -25,12 +26,22 @@ _TOLERANCE = {"float32": 1e-3}
 _COARSE = 5e-2
 
 
-async def make_engine(compute: ComputeThread, loaded: LoadedModel, batching: Literal["auto", "off"]) -> Engine:
+async def make_engine(
+    compute: ComputeThread,
+    loaded: LoadedModel,
+    batching: Literal["auto", "off"],
+    quantisation: KvQuantisation | None = None,
+) -> Engine:
     """The engine that suits the model; why it is not the batching one is logged and kept in `batching`."""
-    reason = "switched off" if batching == "off" else await compute.run(lambda: why_not(loaded))
+    if batching == "off":
+        reason = "switched off"
+    elif quantisation is not None:
+        reason = "a quantised cache does not batch"
+    else:
+        reason = await compute.run(lambda: why_not(loaded))
     if not reason:
         return BatchEngine(compute, loaded)
-    engine = Engine(compute, loaded)
+    engine = Engine(compute, loaded, quantisation)
     engine.batching = f"one by one: {reason}"
     if batching != "off":
         _log.warning("one_by_one", reason=reason)

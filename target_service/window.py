@@ -44,3 +44,5 @@ class Choice:
     """When they were read back, on the performance counter."""
     error: DraftwireError | None = None
     """Why this window has no choice, where its neighbours in the batch have one."""
+    replayed: int = 0
+    """Rows that were computed again before the window's own, after a rollback of recurrent state."""

@@ -1386,7 +1386,7 @@ class GetModelInfoResponse(_message.Message):
     max_top_logprobs: _builtins.int
     """Most top_logprobs."""
     rollback: _builtins.str
-    """How the target takes back rejected drafts: "trim"; empty where it cannot, and drafts are off."""
+    """How the target takes back rejected drafts: "trim", "slide" (windows), "replay" (recurrent state); empty where it cannot."""
     no_drafting_reason: _builtins.str
     """Why drafts are off; empty where they are not."""
     default_max_tokens: _builtins.int
