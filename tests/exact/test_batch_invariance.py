@@ -190,7 +190,8 @@ async def _mixes(kind: str, tmp_path: Path) -> None:
         company = Company(target, dice)
         for _ in range(12):
             await company.run(dice.choices(cases, k=dice.randint(1, 8)))
-            await target.scheduler.idle()
+            while target.scheduler.running or target.scheduler.queued:
+                await asyncio.sleep(0)
             await engine._compute.run(lambda: None)
             assert (engine.slots, engine.pool_bytes) == (0, 0)
         assert company.widest >= 5
