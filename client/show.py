@@ -66,6 +66,7 @@ def info_table(found: ModelInfo) -> Table:
         ("end tokens", ", ".join(map(str, found.end_token_ids))),
         ("weights", f"{found.dtype} on {found.device}"),
         ("numerics", found.numerics),
+        ("batching", found.batching or "unknown"),
         ("drafts", found.no_drafting_reason or f"possible ({found.rollback})"),
         ("default sampling", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "greedy"),
         ("default max_tokens", str(found.default_max_tokens)),

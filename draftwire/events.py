@@ -275,6 +275,8 @@ class ModelInfo:
     max_queued: int
     running: int
     queued: int
+    batching: str
+    """"ragged", or "one by one: <reason>"; empty from an older target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ class LoadedModel:
     """Type of most weights, for example "float32", "bfloat16" or "4-bit"."""
     kv_bytes_per_token: int
     """Cache bytes that one more token costs, all layers together, before a sliding window is full."""
+    state_bytes: int
+    """Cache bytes of recurrent state, all layers together, whatever the length."""
 
 
 def describe(
@@ -58,7 +60,7 @@ def describe(
     from mlx.utils import tree_flatten
 
     limit, note = _context(config, module, context_length, model_id)
-    head_width, kv_bytes = _shapes(module)
+    head_width, kv_bytes, state_bytes = _shapes(module)
     weights: list[Any] = [entry[1] for entry in tree_flatten(module.parameters())]
     return LoadedModel(
         model=module,
@@ -73,26 +75,31 @@ def describe(
         weights_bytes=sum(array.nbytes for array in weights),
         dtype=_dtype_name(module, weights),
         kv_bytes_per_token=kv_bytes,
+        state_bytes=state_bytes,
     )
 
 
-def _shapes(module: Any) -> tuple[int, int]:
-    """(head width, cache bytes a token), from the shapes of an unevaluated forward over one token."""
+def _shapes(module: Any) -> tuple[int, int, int]:
+    """(head width, cache bytes a token, bytes of state), from the shapes of an unevaluated forward over one token."""
     import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
     cache = make_prompt_cache(module)
+    leaves = list(_flat(cache))
     logits = module(mx.array([[0]]), cache=cache)
-    arrays = [array for layer in _flat(cache) for array in (layer.keys, layer.values) if array is not None]
-    # (1, heads, capacity, dim): the capacity is allocated in steps, so it is left out.
-    return int(logits.shape[-1]), sum(a.shape[0] * a.shape[1] * a.shape[3] * a.itemsize for a in arrays)
+    states = sum(int(leaf.nbytes) for leaf in leaves if isinstance(leaf, ArraysCache))
+    rows = [(leaf.keys, leaf.values) for leaf in leaves if hasattr(leaf, "keys") and hasattr(leaf, "values")]
+    # (1, heads, capacity, dim): the capacity is allocated in steps, so it is left out. Quantised ones are three arrays.
+    arrays: list[Any] = [entry[1] for entry in tree_flatten(rows)]
+    return int(logits.shape[-1]), sum(a.shape[0] * a.shape[1] * a.shape[3] * a.itemsize for a in arrays), states
 
 
 def _flat(cache: Sequence[Any]) -> Iterator[Any]:
     for layer in cache:
         if hasattr(layer, "caches"):
             yield from _flat(layer.caches)
-        elif hasattr(layer, "keys") and hasattr(layer, "values"):
+        else:
             yield layer
 
 

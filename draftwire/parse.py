@@ -111,6 +111,7 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         max_queued=reply.max_queued,
         running=reply.running,
         queued=reply.queued,
+        batching=reply.batching,
     )
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from draftwire.loaded import LoadedModel, describe
+from draftwire.testing_kinds import CacheKind, config_of
 
-TinyKind: TypeAlias = Literal["llama", "qwen2", "qwen3", "gemma3", "phi3"]
+TinyKind: TypeAlias = Literal["llama", "qwen2", "qwen3", "gemma3", "phi3", CacheKind]
 
 TINY_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TINY_VOCAB: Final = 256 + len(TINY_SPECIAL)
@@ -41,10 +42,12 @@ def make_tiny_model(
     num_layers: int | None = None,
     context_length: int = 512,
     sliding_window: int = 16,
+    head_dim: int = 16,
 ) -> LoadedModel:
     """A random model in memory, for the calling thread. Layers: 2 by default, 4 for gemma3 (every second slides).
 
-    `hidden_size` must be a multiple of 16. Raises ValueError for an unknown kind or size.
+    `hidden_size` must be a multiple of 16; `head_dim` counts for llama, qwen3 and gemma3 only, it is 16 for the others.
+    Raises ValueError for an unknown kind or size.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -56,6 +59,7 @@ def make_tiny_model(
         num_layers=num_layers,
         context_length=context_length,
         window=sliding_window,
+        head_dim=head_dim,
     )
     module_name = _MODULES.get(kind, kind)
     classes = importlib.import_module(f"mlx_lm.models.{module_name}")
@@ -101,7 +105,14 @@ def _save_tiny_tokenizer(out_dir: Path) -> None:
 
 
 def _config(
-    kind: str, *, vocab_size: int, hidden_size: int, num_layers: int | None, context_length: int, window: int
+    kind: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int | None,
+    context_length: int,
+    window: int,
+    head_dim: int,
 ) -> dict[str, Any]:
     if kind not in get_args(TinyKind):
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(get_args(TinyKind))}")
@@ -121,8 +132,10 @@ def _config(
         "max_position_embeddings": context_length,
         "tie_word_embeddings": False,
     }
-    if kind in ("qwen3", "gemma3"):
-        config["head_dim"] = 16
+    if kind in get_args(CacheKind):
+        return config_of(kind, config, window)
+    if kind in ("llama", "qwen3", "gemma3"):
+        config["head_dim"] = head_dim
     if kind == "gemma3":
         config |= {
             "query_pre_attn_scalar": 16,
@@ -142,7 +155,7 @@ def _weight(kind: str, seed: int, name: str, shape: tuple[int, ...]) -> Any:
     draw = np.random.default_rng([seed, zlib.crc32(f"{kind}/{name}".encode())]).standard_normal(shape)
     if "norm" in name:
         # Gemma stores the distance from one.
-        draw = 0.1 * draw + (0.0 if kind == "gemma3" else 1.0)
+        draw = 0.1 * draw + (0.0 if "gemma" in kind else 1.0)
     elif len(shape) == 1:
         draw = 0.1 * draw
     elif name.startswith("lm_head"):

@@ -1,88 +1,66 @@
-"""Sequence caches and their rollback. Runs on the compute thread, except `Rollback`, which is plain numbers."""
+"""The cache of one running sequence, with the ids that have to be fed again after a rollback. On the compute thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-import mlx.core as mx
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
-
+from draftwire.caches import KvQuantisation, SequenceCache
 from draftwire.errors import InternalError
 
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """What a model's caches can take back. Decided once, at load."""
-
-    kind: str
-    """"trim", or "" where rejected drafts cannot be taken back and the target decodes plainly."""
-    reason: str
-    """Why not; "" where it can."""
-    window: int | None
-    """Tokens of the smallest sliding window; positions at or beyond it can no longer be taken back. None: no limit."""
-
-    def room(self, length: int) -> int:
-        """Drafts that a window may hold when `length` positions are cached: all of them must fit before the wrap."""
-        if not self.kind:
-            return 0
-        return 1 << 30 if self.window is None else max(0, self.window - length - 2)
+MOST_REPLAYED: Final = 12
+"""Ids that may head windows with drafts, round after round, before they get a forward of their own; see docs/adr/0104."""
 
 
-class SequenceCache:
-    """The caches of all layers of one sequence, as one thing with a length.
+class ReplayCache:
+    """A `SequenceCache` whose rollbacks may stand before the length that was asked for, and the ids between.
 
-    Rows [0, length) are written. Truncating is checked: mlx-lm's own trim answers a cache that it cannot trim in silence.
+    `replay` are the ids of positions [cache.length, length): they stand, but their rows have to be computed again, at the
+    head of the next forward.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.layers: list[Any] = make_prompt_cache(model)
-        self.length = 0
+    def __init__(self, model: Any, quantisation: KvQuantisation | None = None) -> None:
+        self.cache = SequenceCache(model, quantisation)
+        self.replay: list[int] = []
+        self._mark = 0
+        self._since: list[int] = []
+        """Ids fed from position `_mark` on, by the last forward that may be taken back."""
+
+    @property
+    def length(self) -> int:
+        """Positions that stand, those of `replay` included."""
+        return self.cache.length + len(self.replay)
+
+    def begin(self, ids: Sequence[int], drafts: int) -> list[int]:
+        """Says that a forward of `ids` follows whose last `drafts` rows may be taken back. Returns what to feed: replay first.
+
+        Raises InternalError where the cache could not take so many back; the sequence's `Rollback.room` says how many.
+        """
+        if not self.cache.fits(len(self.replay) + drafts):
+            raise InternalError(f"the cache cannot take {drafts} drafts back", reason="CACHE_NOT_TRIMMABLE")
+        fed = [*self.replay, *ids]
+        self.replay = []
+        self.cache.begin(drafts)
+        self._mark, self._since = self.cache.length, fed
+        return fed
+
+    def begin_ahead(self) -> None:
+        """Says that a forward of one id that nobody knows yet follows, and that it may be taken back as a whole."""
+        if self.cache.fits(1):
+            self.cache.begin(1)
+        self._mark, self._since = self.cache.length, []
 
     def written(self, rows: int) -> None:
         """Books `rows` more positions, after a forward was built."""
-        self.length += rows
+        self.cache.written(rows)
 
     def truncate(self, length: int) -> None:
-        """Takes back positions [length, self.length). Raises InternalError where a layer cannot."""
-        surplus = self.length - length
-        if surplus < 0:
-            raise InternalError(f"cache has {self.length} positions, cannot keep {length}", reason="CACHE_LENGTH")
-        if surplus == 0:
+        """Keeps positions [0, length). Raises InternalError where it cannot."""
+        if length == self.length:
             return
-        for layer in flat(self.layers):
-            if not layer.is_trimmable() or layer.trim(surplus) != surplus:
-                raise InternalError("a layer's cache cannot be rolled back here", reason="CACHE_NOT_TRIMMABLE")
-        self.length = length
-
-    def evaluate(self) -> None:
-        """Computes everything that was written, so that a long prompt does not pile up a graph."""
-        mx.eval([layer.state for layer in self.layers])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the arrays take."""
-        return sum(int(layer.nbytes) for layer in self.layers)
-
-
-def flat(layers: Sequence[Any]) -> Iterator[Any]:
-    """The caches of all layers; a layer may hold several."""
-    for layer in layers:
-        if hasattr(layer, "caches"):
-            yield from flat(layer.caches)
-        else:
-            yield layer
-
-
-def rollback_of(model: Any) -> Rollback:
-    """Looks at the caches that the model really makes."""
-    layers = list(flat(make_prompt_cache(model)))
-    window: int | None = None
-    for layer in layers:
-        if isinstance(layer, RotatingKVCache):
-            window = layer.max_size if window is None else min(window, layer.max_size)
-        elif not isinstance(layer, KVCache | QuantizedKVCache | ChunkedKVCache):
-            name = type(layer).__name__
-            return Rollback("", f"its cache ({name}) cannot take rejected drafts back", None)
-    return Rollback("trim", "", window)
+        if length >= self.cache.length:
+            raise InternalError(f"cache has {self.length} positions, cannot keep {length}", reason="CACHE_LENGTH")
+        stand = self.cache.truncate(length)
+        self.replay = self._since[stand - self._mark : length - self._mark] if stand >= self._mark else []
+        if self.length != length:
+            raise InternalError("the cache cannot be rolled back here", reason="CACHE_NOT_TRIMMABLE")

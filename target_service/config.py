@@ -33,10 +33,18 @@ class TargetSettings(ServiceSettings):
         0.5, description="Longest that a round ever waits for drafts, and the deadline of a Draft call, in seconds."
     )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="Requests that run at once.")
+    batching: Literal["auto", "off"] = Field(
+        "auto", description="'auto' runs all requests in one forward where the model can; 'off' runs them one by one."
+    )
     max_queued: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; more are refused.")
     kv_bytes_limit: Annotated[int, Field(ge=1)] = Field(
         4 << 30, description="KV cache of all running requests, in bytes, charged at admission."
     )
+    kv_bits: int | None = Field(
+        None,
+        description="Bits of a stored key or value, 4 or 8, from the first token; as the model computes when absent.",
+    )
+    kv_group_size: int = Field(64, description="Keys or values that share a scale with --kv-bits: 32, 64 or 128.")
     prefill_step_size: Annotated[int, Field(ge=1)] = Field(256, description="Prompt tokens read between two rounds.")
     max_tokens: Annotated[int, Field(ge=1)] = Field(512, description="Tokens to make where a request does not say.")
     temp: Annotated[float, Field(ge=0, le=100)] = Field(
@@ -45,6 +53,20 @@ class TargetSettings(ServiceSettings):
     cache_dir: Path | None = Field(
         None, description="Where bundled models lie; the user's cache directory when absent."
     )
+
+    @field_validator("kv_bits")
+    @classmethod
+    def _bits(cls, value: int | None) -> int | None:
+        if value not in (None, 4, 8):
+            raise ValueError(f"{value} is neither 4 nor 8")
+        return value
+
+    @field_validator("kv_group_size")
+    @classmethod
+    def _group(cls, value: int) -> int:
+        if value not in (32, 64, 128):
+            raise ValueError(f"{value} is none of 32, 64 and 128")
+        return value
 
     @field_validator("drafter", mode="before")
     @classmethod

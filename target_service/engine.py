@@ -11,48 +11,60 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from draftwire.caches import KvQuantisation, SequenceCache, arrays_of, flat
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
-from target_service.caches import Rollback, SequenceCache, rollback_of
+from draftwire.ragged import PoolRow
+from draftwire.rollback import Rollback, rollback_of
+from target_service.caches import MOST_REPLAYED, ReplayCache
 from target_service.choose import PendingChoice, choose, read
 from target_service.params import Choosing
 from target_service.window import Choice, Window
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """One sequence. The cache and `ahead` are touched on the compute thread only."""
 
-    cache: SequenceCache
+    cache: ReplayCache
     choosing: Choosing
     keep: int = 0
     """Positions that stand; the cache may hold more until the next forward."""
     ahead: PendingChoice | None = None
     """The choice after [pending] at position `keep`, begun before pending was read back."""
+    row: PoolRow | None = None
+    """Its row of a pool that many sequences share; the cache is then empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A window whose forward has been handed to mlx."""
 
-    slot: _Slot
+    slot: Slot
     window: Window
     choice: PendingChoice
+    replayed: int = 0
+    """Rows before the window's own, computed again after a rollback."""
     began_s: float = field(default_factory=time.perf_counter)
 
 
 class Engine:
     """Forward passes for many sequences, one after the other, queued together so that mlx never idles between them."""
 
-    def __init__(self, compute: ComputeThread, loaded: LoadedModel) -> None:
+    def __init__(self, compute: ComputeThread, loaded: LoadedModel, quantisation: KvQuantisation | None = None) -> None:
         """loaded: made on the compute thread; its module is only ever used, and in the end dropped, there."""
+        self._quantisation = quantisation
         self._compute = compute
         self._model = loaded.model
         self._width = loaded.head_width
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._next_slot = 0
-        self.rollback: Rollback = Rollback("", "not looked at yet", None)
+        self.rollback: Rollback = Rollback("", "not looked at yet")
+        self.batching = "one by one"
+        """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
+        self.kv_bytes_per_token: int | None = None
+        """Measured where the cache is quantised, else what the model says holds."""
 
     @property
     def width(self) -> int:
@@ -72,7 +84,7 @@ class Engine:
         """Makes an empty cache and returns its slot."""
         number = self._next_slot
         self._next_slot += 1
-        self._slots[number] = await self._compute.run(lambda: _Slot(SequenceCache(self._model), choosing))
+        self._slots[number] = await self._compute.run(lambda: self._empty(choosing))
         return number
 
     async def prefill(self, slot: int, ids: Sequence[int]) -> None:
@@ -106,39 +118,47 @@ class Engine:
     async def cached_rows(self, slot: int) -> SequenceCache:
         """The cache as it stands after truncation, for tests of law L3."""
         target = self._slots[slot]
-        await self._compute.run(lambda: self._settle(target))
-        return target.cache
+        await self._compute.run(lambda: self._settle(target, most_replayed=0))
+        return target.cache.cache
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         # mlx gathers out of bounds in silence.
         if not all(0 <= token < self.width for token in ids):
             raise InternalError(f"a token id is outside [0, {self.width})", reason="TOKEN_OUT_OF_VOCAB")
 
-    def _prefill(self, slot: _Slot, ids: list[int]) -> None:
-        self._model(mx.array([ids]), cache=slot.cache.layers)
-        slot.cache.written(len(ids))
-        slot.cache.evaluate()
+    def _look(self) -> Rollback:
+        return rollback_of(self._model, self._quantisation)
+
+    def _empty(self, choosing: Choosing) -> Slot:
+        return Slot(ReplayCache(self._model, self._quantisation), choosing)
+
+    def _prefill(self, slot: Slot, ids: list[int]) -> None:
+        self._feed(slot, ids)
+        slot.cache.cache.evaluate()
         mx.clear_cache()
 
-    def _forward(self, work: Sequence[tuple[_Slot, Window]]) -> list[Choice]:
+    def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
                 self._launch_ahead(flight)
         return [self._land(flight) for flight in flights]
 
-    def _launch(self, slot: _Slot, window: Window) -> _Flight:
+    def _launch(self, slot: Slot, window: Window) -> _Flight:
         """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
         if slot.ahead is not None and not window.drafts:
             choice, slot.ahead = slot.ahead, None
             return _Flight(slot, window, choice)
-        self._settle(slot)
         began_s = time.perf_counter()
-        choice = self._build(slot, mx.array([[window.pending, *window.drafts]]), window)
-        return _Flight(slot, window, choice, began_s)
+        # Without drafts the replay costs its rows once; with them it may have to be done again.
+        replayed = self._settle(slot, MOST_REPLAYED if window.drafts else None)
+        ids = slot.cache.begin([window.pending, *window.drafts], len(window.drafts))
+        choice = self._build(slot, mx.array([ids]), window)
+        return _Flight(slot, window, choice, replayed + len(ids) - window.rows, began_s)
 
-    def _build(self, slot: _Slot, ids: mx.array, window: Window) -> PendingChoice:
-        logits = self._model(ids, cache=slot.cache.layers)[0]
+    def _build(self, slot: Slot, ids: mx.array, window: Window) -> PendingChoice:
+        """ids: (1, rows), of which the window's own are the last."""
+        logits = self._model(ids, cache=slot.cache.cache.layers)[0, -window.rows :]
         slot.cache.written(ids.shape[1])
         choice = choose(logits, slot.choosing, window)
         mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
@@ -148,6 +168,7 @@ class Engine:
         """Begins the next plain forward from the lazy id, so that building its graph overlaps this one's computing."""
         step = flight.window.first_step + 1
         window = Window(slot=flight.window.slot, pending=0, first_step=step)
+        flight.slot.cache.begin_ahead()
         flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
 
     def _land(self, flight: _Flight) -> Choice:
@@ -156,18 +177,36 @@ class Engine:
             # The forward begun ahead used an id that more filter passes have changed.
             flight.slot.ahead = None
         now_s = time.perf_counter()
-        return Choice(chosen.ids, chosen.logprobs, now_s - flight.began_s, now_s)
+        return Choice(chosen.ids, chosen.logprobs, now_s - flight.began_s, now_s, replayed=flight.replayed)
 
-    def _settle(self, slot: _Slot) -> None:
-        """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants."""
+    def _settle(self, slot: Slot, most_replayed: int | None) -> int:
+        """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants.
+
+        Ids that have to be computed again wait for the next window, up to most_replayed of them (None: any number); more get
+        a forward of their own. Returns how many did.
+        """
         slot.ahead = None
         slot.cache.truncate(slot.keep)
+        if most_replayed is None or len(slot.cache.replay) <= most_replayed:
+            return 0
+        ids = slot.cache.begin([], 0)
+        self._feed(slot, ids)
+        return len(ids)
 
-    @staticmethod
-    def _drop(slot: _Slot) -> None:
+    def _feed(self, slot: Slot, ids: list[int]) -> None:
+        """Appends ids whose logits nobody needs."""
+        self._model(mx.array([ids]), cache=slot.cache.cache.layers)
+        slot.cache.written(len(ids))
+
+    def _drop(self, slot: Slot) -> None:
         slot.ahead = None
-        slot.cache.layers.clear()
+        slot.cache.cache.drop()
         mx.clear_cache()
+
+    def _measured(self, slot: Slot, window: Window) -> float:
+        seconds = self._forward([(slot, window)])[0].forward_s
+        slot.keep += int(not window.drafts)
+        return seconds
 
     def _unload(self) -> None:
         self._slots.clear()
@@ -175,10 +214,13 @@ class Engine:
         mx.clear_cache()
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
-        self.rollback = rollback_of(self._model)
-        slot = _Slot(SequenceCache(self._model), Choosing())
+        self.rollback = self._look()
+        slot = self._empty(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32
+        if self._quantisation is not None:
+            stored = (array for leaf in flat(slot.cache.cache.layers) for array in arrays_of(leaf))
+            self.kv_bytes_per_token = sum(array.nbytes // array.shape[2] for array in stored)
         costs = {}
         for count in rows:
             if count > 1 and self.rollback.room(32) < count - 1:
@@ -186,9 +228,11 @@ class Engine:
             window = Window(slot=0, pending=0, drafts=(0,) * (count - 1), first_step=0)
             self._forward([(slot, window)])
             if self.rollback.kind:
-                costs[count] = min(self._forward([(slot, window)])[0].forward_s for _ in range(3))
+                # A row that is no draft is never taken back.
+                slot.keep += int(count == 1)
+                costs[count] = min(self._measured(slot, window) for _ in range(3))
             else:
-                slot = _Slot(SequenceCache(self._model), Choosing())
+                slot = self._empty(Choosing())
                 costs[count] = self._forward([(slot, window)])[0].forward_s
         self._drop(slot)
         return costs

@@ -6,11 +6,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from draftwire.blas import BlasInfo
+from draftwire.caches import CacheFormatError, KvQuantisation
 from draftwire.compute import ComputeThread
 from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
-from draftwire.models import default_cache_dir
+from draftwire.models import ModelError, default_cache_dir
 from draftwire.tokenizer import Tokenizer
+from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
 from target_service.core import Target, TargetParts
 from target_service.drafter_link import Identity
@@ -42,11 +44,13 @@ async def load_target(
     )
     assert loaded.path is not None
     tokenizer = Tokenizer(loaded.path)
-    engine = Engine(compute, loaded)
+    quantisation = KvQuantisation(settings.kv_bits, settings.kv_group_size) if settings.kv_bits else None
+    engine = await make_engine(compute, loaded, settings.batching, quantisation)
     stack.push_async_callback(engine.unload)
     # From here on the module is the engine's alone, so that its last reference goes on the compute thread.
     loaded = replace(loaded, model=None)
-    measured = await engine.prepare(_MEASURED_ROWS)
+    measured = await _prepare(engine, settings, loaded)
+    loaded = replace(loaded, kv_bytes_per_token=engine.kv_bytes_per_token or loaded.kv_bytes_per_token)
     device = await compute.run(_device)
     _log.info(
         "model",
@@ -55,6 +59,7 @@ async def load_target(
         device=device,
         context_length=loaded.context_length,
         note=loaded.context_note,
+        batching=engine.batching,
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
@@ -71,6 +76,22 @@ async def load_target(
         measured=measured,
     )
     return await stack.enter_async_context(Target(parts, engine, pool))
+
+
+async def _prepare(engine: Engine, settings: TargetSettings, loaded: LoadedModel) -> dict[int, float]:
+    """Warms up. Raises ModelError where the model cannot be served as the settings ask."""
+    try:
+        measured = await engine.prepare(_MEASURED_ROWS)
+    except CacheFormatError as error:
+        raise ModelError(f"{loaded.model_id} cannot have a quantised cache: {error}; leave --kv-bits out") from error
+    reason = engine.rollback.reason
+    if reason and settings.drafting == "fixed":
+        raise ModelError(
+            f"{loaded.model_id} cannot be served with --drafting fixed: {reason}; --drafting auto serves it without drafts"
+        )
+    if reason:
+        _log.warning("no_drafting", model=loaded.model_id, reason=reason)
+    return measured
 
 
 def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenizer) -> Defaults:
@@ -93,6 +114,8 @@ def _limits(settings: TargetSettings, loaded: LoadedModel, forward_s: float) -> 
         max_queued=settings.max_queued,
         kv_bytes=settings.kv_bytes_limit,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
+        # The state, and what a rollback goes back to.
+        state_bytes=2 * loaded.state_bytes,
         prefill_step_size=settings.prefill_step_size,
         crowd_patience_s=forward_s / 2,
     )

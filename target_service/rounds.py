@@ -22,7 +22,8 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None
         except Exception as error:
             scheduler.fail(live, error)
             continue
-        if len(windows) == 1:
+        # What a replay costs, the drafts before it have caused: it counts where there are drafts, never as plain decoding.
+        if len(windows) == 1 and (windows[0].drafts or not choices[0].replayed):
             costs.observe(windows[0].rows, choices[0].forward_s, ahead=windows[0].ahead)
         for sequence, window, choice in zip(live, windows, choices, strict=True):
             try:
@@ -35,6 +36,8 @@ def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, windo
     """What one sequence does with what its window's rows chose."""
     if sequence.slot is None:
         return
+    if choice.error is not None:
+        raise choice.error
     before = sequence.ledger.step
     verdict = accept(window.drafts, choice.ids)
     committed = sequence.ledger.commit(verdict, choice.logprobs)

@@ -25,6 +25,8 @@ class Limits:
     kv_bytes: int
     """KV cache of all running sequences, charged at admission for prompt and max_tokens."""
     kv_bytes_per_token: int
+    state_bytes: int
+    """Recurrent state of a sequence, whatever its length."""
     prefill_step_size: int
     """Prompt tokens a chunk."""
     crowd_patience_s: float
@@ -140,7 +142,7 @@ class Scheduler:
 
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
-        return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token
+        return -(-tokens // 256) * 256 * self._limits.kv_bytes_per_token + self._limits.state_bytes
 
     def _collected(self, sequence: Sequence) -> bool:
         try:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from draftwire.errors import DraftwireError
-from target_service.caches import Rollback
+from draftwire.rollback import Rollback
 from target_service.controller import Controller, Plan
 from target_service.drafts import Answer, DraftSource, NoDrafts, Offer
 from target_service.ledger import Committed, Finish, Ledger, Released

@@ -129,6 +129,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             max_queued=parts.limits.max_queued,
             running=target.scheduler.running,
             queued=target.scheduler.queued,
+            batching=target.engine.batching,
         )
 
     async def ListDrafters(

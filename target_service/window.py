@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftwire.errors import DraftwireError
 from target_service.ledger import TokenLogprobs
 
 
@@ -41,3 +42,7 @@ class Choice:
     """From building the graph to the ids read back."""
     landed_s: float
     """When they were read back, on the performance counter."""
+    error: DraftwireError | None = None
+    """Why this window has no choice, where its neighbours in the batch have one."""
+    replayed: int = 0
+    """Rows that were computed again before the window's own, after a rollback of recurrent state."""

@@ -1,40 +1,44 @@
-"""The KV cache of one draft session: mlx-lm's, with a length that is checked after every step."""
+"""The cache of one draft session: the shared one, with the ids that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from draft_service.sources.base import SourceError
+from draftwire.rollback import rollback_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 # mlx-lm grows a cache by this many tokens at a time.
 _STEP = 256
+_MARKS: Final = 4
+"""States to go back to, where a model has recurrent state: the last settled one, and the ends of the latest forwards."""
 
 
 class KvCache:
-    """Keys and values of the ids in `fed`, for one sequence. Belongs to the compute thread."""
+    """What a model remembers of the ids in `fed`, for one sequence. Belongs to the compute thread."""
 
     def __init__(self, model: Any) -> None:
-        from mlx_lm.models.cache import make_prompt_cache
+        from draftwire.caches import SequenceCache
 
         self.fed: list[int] = []
         self._model = model
-        self._layers: list[Any] = make_prompt_cache(model)
+        self._cache = SequenceCache(model, marks=_MARKS)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
-        return sum(int(layer.nbytes) for layer in _flat(self._layers))
+        return self._cache.nbytes
 
     def extend(self, ids: Sequence[int]) -> None:
         """Feeds ids for their keys and values alone; their logits are never computed."""
         import mlx.core as mx
 
-        self._model(mx.array([list(ids)], mx.uint32), cache=self._layers)
-        mx.eval([layer.state for layer in self._layers])
+        self._model(mx.array([list(ids)], mx.uint32), cache=self._cache.layers)
+        self._cache.written(len(ids))
+        self._cache.evaluate()
         self.fed += ids
         self.check()
 
@@ -49,75 +53,33 @@ class KvCache:
 
     def logits_lazily(self, ids: mx.array) -> mx.array:
         """As `logits`, for ids (n,) that are not computed yet: the caller adds them to `fed` when it knows them."""
-        rows: mx.array = self._model(ids[None], cache=self._layers)
+        rows: mx.array = self._model(ids[None], cache=self._cache.layers)
+        self._cache.written(ids.shape[0])
         return rows[:, -1]
 
-    def cut(self, length: int) -> None:
-        """Keeps the first `length` ids. Raises SourceError if the cache did not follow."""
-        from mlx_lm.models.cache import trim_prompt_cache
+    def mark(self, settled: int) -> None:
+        """Says that what is fed from now on may be cut off again, and that the first `settled` ids will hardly be."""
+        self._cache.begin(1, settled=settled)
 
-        if length < len(self.fed):
-            trim_prompt_cache(self._layers, len(self.fed) - length)
-            del self.fed[length:]
-            self.check()
+    def cut(self, length: int) -> None:
+        """Keeps the first `length` ids, or fewer where its state cannot stand there: `fed` says how many."""
+        if length < self._cache.length:
+            del self.fed[self._cache.truncate(length) :]
+        self.check()
 
     def check(self) -> None:
-        """Raises SourceError unless every layer holds exactly the fed ids: mlx-lm may refuse to trim without a word."""
-        lengths = {int(layer.offset) for layer in _flat(self._layers)}
-        if lengths != {len(self.fed)}:
-            raise SourceError(f"the KV cache holds {sorted(lengths)} tokens, expected {len(self.fed)}")
+        """Raises SourceError unless every layer holds exactly the fed ids."""
+        if self._cache.length != len(self.fed) or not self._cache.counted():
+            raise SourceError(f"the KV cache does not hold the {len(self.fed)} tokens that it was fed")
 
 
-def kv_bytes_for(length: int, bytes_per_token: int) -> int:
-    """Most bytes that a cache of `length` tokens allocates."""
-    return (length + _STEP - 1) * bytes_per_token
+def kv_bytes_for(length: int, bytes_per_token: int, state_bytes: int) -> int:
+    """Most bytes that a cache of `length` tokens allocates. state_bytes: of the recurrent state at one position."""
+    return (length + _STEP - 1) * bytes_per_token + (1 + _MARKS) * state_bytes
 
 
-def require_rollback(model: Any, *, name: str, context_length: int) -> None:
+def require_rollback(model: Any, *, name: str) -> None:
     """Raises SourceError unless the model's cache can always give back its last tokens."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    for layer in _flat(make_prompt_cache(model)):
-        kind = type(layer).__name__
-        if not hasattr(layer, "offset") or not layer.is_trimmable():
-            raise SourceError(
-                f"{name} cannot draft: its {kind} cannot take back a rejected draft; "
-                "choose a draft model with plain attention in every layer"
-            )
-        window = getattr(layer, "max_size", None) or getattr(layer, "chunk_size", None)
-        if window is not None and window <= context_length:
-            raise SourceError(
-                f"{name} cannot draft: its {kind} takes nothing back once {window} tokens have passed; choose a draft "
-                f"model with plain attention in every layer, or set --context-length below {window}"
-            )
-    _probe_rollback(model, name)
-
-
-def _probe_rollback(model: Any, name: str) -> None:
-    """What a cache says of itself is not enough: fed, cut and fed again, it must give the same logits."""
-    import mlx.core as mx
-
-    straight, cut = KvCache(model), KvCache(model)
-    straight.extend([1, 2])
-    expected = straight.logits([3, 4])
-    cut.extend([1, 2, 5, 6, 7])
-    cut.cut(2)
-    found = cut.logits([3, 4])
-    gap = _number(mx.max(mx.abs(expected.astype(mx.float32) - found.astype(mx.float32))))
-    spread = _number(mx.max(mx.abs(expected)))
-    if not gap <= 1e-3 * max(1.0, spread):
-        raise SourceError(
-            f"{name} cannot draft: after a roll-back its logits differ by {gap:.3g}; choose another draft model"
-        )
-
-
-def _number(value: mx.array) -> float:
-    return cast("float", value.item())
-
-
-def _flat(layers: Sequence[Any]) -> Iterator[Any]:
-    for layer in layers:
-        if hasattr(layer, "caches"):
-            yield from _flat(layer.caches)
-        else:
-            yield layer
+    rollback = rollback_of(model)
+    if not rollback.kind:
+        raise SourceError(f"{name} cannot draft: {rollback.reason}; choose another draft model")

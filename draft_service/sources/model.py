@@ -39,14 +39,15 @@ class ModelSource:
         self.weights_bytes = loaded.weights_bytes
         self._model: Any = loaded.model
         self._bytes_per_token = loaded.kv_bytes_per_token
+        self._state_bytes = loaded.state_bytes
         self._step = prefill_step_size
         # A head may be padded beyond the tokenizer; those ids mean nothing to anybody.
         self._vocabulary = min(tokenizer_size, loaded.head_width)
-        require_rollback(loaded.model, name=loaded.model_id, context_length=loaded.context_length)
+        require_rollback(loaded.model, name=loaded.model_id)
 
     def bytes_for(self, length: int) -> int:
-        """Bytes of a KV cache of that many tokens."""
-        return kv_bytes_for(min(length, self.context_length), self._bytes_per_token)
+        """Bytes of a cache of that many tokens, recurrent states included."""
+        return kv_bytes_for(min(length, self.context_length), self._bytes_per_token, self._state_bytes)
 
     def open(self, spec: SessionSpec) -> Drafter:
         """A session without KV."""
@@ -116,7 +117,8 @@ class ModelDrafter:
         if chunk and not stop():
             kv, start = self._opened(), self._agree()
             kv.cut(start)
-            kv.extend(self._committed[start : start + chunk])
+            # A cache with recurrent state may have gone back further.
+            kv.extend(self._committed[len(kv.fed) : start + chunk])
 
     def draft(self, ask: Ask, stop: Stop) -> Guess:
         """One forward a draft. The noise of the id at position p has step p - prompt_length."""
@@ -151,6 +153,7 @@ class ModelDrafter:
             ahead: mx.array | None = None
             if not last and not isinstance(drawn, Draw):
                 # The next forward is built while this one still runs.
+                self._mark(kv)
                 ahead = kv.logits_lazily(drawn)[:, : self._vocabulary]
                 mx.async_eval(ahead)  # type: ignore[no-untyped-call]
             token_id = settle(drawn, sampler)[0] if isinstance(drawn, Draw) else host_ids(drawn)[0]
@@ -168,6 +171,8 @@ class ModelDrafter:
             if stop():
                 end = DraftEnd.TIME_BUDGET
                 break
+            if ahead is None:
+                self._mark(kv)
             row = ahead if ahead is not None else kv.logits([token_id])[:, : self._vocabulary]
         return Guess(ids=tuple(ids), confidences=tuple(min(1.0, chance) for chance in chances), end=end)
 
@@ -186,7 +191,12 @@ class ModelDrafter:
             kv.extend(path[start : min(start + self._step, len(path) - 1)])
         if stop():
             return None
+        self._mark(kv)
         return kv.logits(path[len(kv.fed) :])[:, : self._vocabulary]
+
+    def _mark(self, kv: KvCache) -> None:
+        # The last committed id may be fed again: a second draft from the same place needs its logits.
+        kv.mark(min(self._agree(), len(self._committed) - 1))
 
     def _agree(self) -> int:
         """How many ids from the start the KV and the committed ids share."""

@@ -1362,6 +1362,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    BATCHING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Identity of this process, new at each start."""
     software_version: _builtins.str
@@ -1385,7 +1386,7 @@ class GetModelInfoResponse(_message.Message):
     max_top_logprobs: _builtins.int
     """Most top_logprobs."""
     rollback: _builtins.str
-    """How the target takes back rejected drafts: "trim"; empty where it cannot, and drafts are off."""
+    """How the target takes back rejected drafts: "trim", "slide" (windows), "replay" (recurrent state); empty where it cannot."""
     no_drafting_reason: _builtins.str
     """Why drafts are off; empty where they are not."""
     default_max_tokens: _builtins.int
@@ -1398,6 +1399,8 @@ class GetModelInfoResponse(_message.Message):
     """Requests that run now."""
     queued: _builtins.int
     """Requests that wait now."""
+    batching: _builtins.str
+    """How running requests share a forward: "ragged", or "one by one: <reason>"."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end an output: the union of what the model's files say."""
@@ -1434,10 +1437,11 @@ class GetModelInfoResponse(_message.Message):
         max_queued: _builtins.int = ...,
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
+        batching: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,7 +108,9 @@ async def complete(target: Running, request: dict[str, Any], **drafting: Any) ->
 @pytest.mark.parametrize("name", SCRIPTS)
 async def test_whatever_a_drafter_does_the_answer_is_the_plain_one(model: Path, name: str) -> None:
     fake = FakeDraftService()
-    async with drafted(model, fake, draft_timeout_s=0.05) as (target, _):
+    # Short where the drafter is silent; else long, for a busy machine is no fault of the drafter's.
+    timeout_s = 0.05 if name in ("hanging", "late") else 5.0
+    async with drafted(model, fake, draft_timeout_s=timeout_s) as (target, _):
         for request in REQUESTS.values():
             plain = await complete(target, request, drafting="off")
             assert plain.speculation.num_draft_tokens == 0

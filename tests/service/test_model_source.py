@@ -75,6 +75,8 @@ class Counting:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers = model.layers
+        if hasattr(model, "make_cache"):
+            self.make_cache = model.make_cache
         self.rows: list[int] = []
 
     def __call__(self, ids: Any, cache: Any = None) -> Any:
@@ -108,11 +110,29 @@ def assert_true_kv(drafter: ModelDrafter, loaded: LoadedModel, text: Sequence[in
     assert kv is not None
     common = min(len(kv.fed), len(text))
     assert kv.fed[:common] == list(text[:common])
+    if not kv.fed:
+        # Recurrent state that had no mark before the place where the text changed.
+        return
     fresh = KvCache(loaded.model)
     fresh.extend(kv.fed)
-    for own, expected in zip(kv._layers, fresh._layers, strict=True):
-        for pair in zip(own.keys_and_values(), expected.keys_and_values(), strict=True):
-            assert mx.allclose(*pair, rtol=1e-4, atol=1e-4).item()
+    for own, expected in zip(_rows(kv), _rows(fresh), strict=True):
+        assert mx.allclose(own, expected, rtol=1e-4, atol=1e-4).item()
+
+
+def _rows(kv: KvCache) -> list[Any]:
+    """The arrays, cut to what the next forward can see of them."""
+    from mlx_lm.models.cache import ArraysCache
+
+    from draftwire.caches import flat
+
+    rows: list[Any] = []
+    for leaf in flat(kv._cache.layers):
+        if isinstance(leaf, ArraysCache):
+            rows += leaf.cache
+        else:
+            seen = min(leaf.offset, getattr(leaf, "max_size", leaf.offset + 1) - 1)
+            rows += [array[..., array.shape[2] - seen :, :] for array in leaf.keys_and_values()]
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +142,7 @@ def llama() -> LoadedModel:
 
 @pytest.mark.parametrize("step", [1, 3, 256])
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3", "gemma3", "llama4", "qwen3_5", "recurrent_gemma"])
 def test_a_draft_is_what_the_model_itself_writes(kind: TinyKind, sampler: Sampler, step: int) -> None:
     loaded = make_tiny_model(kind, seed=2)
     plain = Plain(loaded, sampler)
@@ -160,8 +180,27 @@ operations = st.lists(
 def test_any_pattern_of_acceptances_and_roll_backs_leaves_drafts_exact(
     llama: LoadedModel, sampler: Sampler, steps: list[tuple[str, int, int]]
 ) -> None:
-    plain = Plain(llama, sampler)
-    drafter = opened(llama, spec(sampler), step=4)
+    follow(llama, sampler, steps)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "lfm2", "qwen3_5", "recurrent_gemma"])
+def unusual(request: pytest.FixtureRequest) -> LoadedModel:
+    """Sliding windows of 8 tokens, recurrent state, and both."""
+    return make_tiny_model(request.param, seed=1, sliding_window=8)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=operations)
+def test_windows_and_recurrent_state_leave_drafts_exact_too(
+    unusual: LoadedModel, steps: list[tuple[str, int, int]]
+) -> None:
+    follow(unusual, DRAWN, steps)
+
+
+def follow(loaded: LoadedModel, sampler: Sampler, steps: list[tuple[str, int, int]]) -> None:
+    """Does the steps, and after each compares drafts and cache with what they should be."""
+    plain = Plain(loaded, sampler)
+    drafter = opened(loaded, spec(sampler), step=4)
     drafter.advance(PROMPT)
     text = list(PROMPT)
     for kind, count, token_id in steps:
@@ -189,7 +228,7 @@ def test_any_pattern_of_acceptances_and_roll_backs_leaves_drafts_exact(
                 drafter.feed(never)
         drafter.advance(new)
         text += new
-        assert_true_kv(drafter, llama, text[: drafter._agree()])
+        assert_true_kv(drafter, loaded, text[: drafter._agree()])
     assert list(draft(drafter, 5).ids) == plain(text, 5)
 
 
@@ -333,14 +372,31 @@ def test_what_is_charged_covers_the_kv(llama: LoadedModel) -> None:
         assert drafter.kv_bytes == 0
 
 
-def test_a_cache_that_cannot_roll_back_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    sliding = make_tiny_model("gemma3", seed=1, sliding_window=16)
-    with pytest.raises(SourceError, match=r"RotatingKVCache.*--context-length below 16"):
-        ModelSource(sliding, tokenizer_size=TINY_VOCAB, tokenizer_fingerprint="f")
-    short = make_tiny_model("gemma3", seed=1, sliding_window=16, context_length=15)
-    drafter = ModelSource(short, tokenizer_size=TINY_VOCAB, tokenizer_fingerprint="f").open(spec())
-    drafter.advance(PROMPT)
-    assert list(drafter.draft(Ask(limit=8), never).ids) == Plain(short, GREEDY)(PROMPT, 8)
+def test_a_cache_of_an_unknown_kind_is_refused_at_load() -> None:
+    from mlx_lm.models.cache import KVCache
+
+    class OddCache(KVCache):  # type: ignore[misc]
+        pass
+
+    loaded = make_tiny_model("llama", seed=1)
+    loaded.model.make_cache = lambda: [OddCache(), OddCache()]
+    with pytest.raises(SourceError, match=r"tiny-llama-1 cannot draft: its cache \(OddCache\).*choose another"):
+        ModelSource(loaded, tokenizer_size=TINY_VOCAB, tokenizer_fingerprint="f")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "falcon_h1"])
+def test_a_rejected_draft_costs_no_new_prefill(kind: TinyKind) -> None:
+    """Windows and recurrent state: what is fed again is a few rows, however long the text is."""
+    loaded = make_tiny_model(kind, seed=1, sliding_window=8)
+    counting = Counting(loaded.model)
+    drafter = opened(loaded, spec(), model=counting)
+    drafter.advance([*PROMPT, *range(100)])
+    for accepted in (0, 1, 3, 5):
+        guess = draft(drafter, 6)
+        drafter.advance([*guess.ids[:accepted], (guess.ids[accepted] + 1) % 256])
+        counting.rows.clear()
+        draft(drafter, 1)
+        assert sum(counting.rows) <= 1 + (accepted + 2 if kind == "falcon_h1" else 0)
 
 
 def test_a_cache_that_silently_ignores_a_trim_is_refused_at_load(
@@ -349,7 +405,7 @@ def test_a_cache_that_silently_ignores_a_trim_is_refused_at_load(
     from mlx_lm.models.cache import KVCache
 
     monkeypatch.setattr(KVCache, "trim", lambda self, count: 0)
-    with pytest.raises(SourceError, match="holds"):
+    with pytest.raises(SourceError, match="cannot be rolled back"):
         ModelSource(llama, tokenizer_size=TINY_VOCAB, tokenizer_fingerprint="f")
 
 
@@ -535,10 +591,15 @@ async def test_sigterm_while_loading_ends_with_0(model_dir: Path) -> None:
 
 
 async def test_a_model_that_cannot_draft_ends_with_1_and_a_remedy(tmp_path: Path) -> None:
-    sliding = save_tiny_model(tmp_path / "sliding", "gemma3", 1)
-    async with program("--draft-model", str(sliding)) as running:
+    import mlx.core as mx
+
+    broken = save_tiny_model(tmp_path / "broken", "llama", 1)
+    weights = mx.load(str(broken / "model.safetensors"))
+    weights["model.norm.weight"] *= float("nan")
+    mx.save_safetensors(str(broken / "model.safetensors"), weights, {"format": "mlx"})
+    async with program("--draft-model", str(broken)) as running:
         entry = await running.until("cannot_load")
-        assert "--context-length" in entry["reason"]
+        assert "not finite; choose another draft model" in entry["reason"]
         assert await running.end() == 1
 
 

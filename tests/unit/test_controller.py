@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from draftwire.rollback import Rollback
 from draftwire.sampling import Sampler
-from target_service.caches import Rollback
 from target_service.controller import Acceptance, Auto, Controller, Fixed, Off, Plan
 from target_service.costs import Costs
 from target_service.drafts import Answer, Lost, SourceReport
@@ -170,7 +170,7 @@ def simulate(
     ledger = Ledger(generation.prompt, generation.stopping, lambda _: b"x")
     sequence = LiveSequence(generation, ledger, make(costs))
     drafter = ScriptedDrafter(clock, guess, delay_s, computed_s=computed_s)
-    sequence.admit(0, Rollback("trim", "", None), drafter)
+    sequence.admit(0, Rollback("trim", ""), drafter)
     engine: Any = SimpleNamespace(truncate=lambda slot, length: None)
     retired: list[LiveSequence] = []
     scheduler: Any = SimpleNamespace(retire=retired.append)

@@ -1,0 +1,367 @@
+"""A ragged cache: many sequences of different lengths in one array a layer, so that they share a forward.
+
+Each layer has [slots, heads, capacity, dim] arrays. A row is a sequence; its length is a host integer. A forward writes a
+window of every row at that row's own length, and the mask lets position i of row b see keys j <= length_b + i (and, in a
+sliding layer, j > length_b + i - window). Taking back is a subtraction: what lies past a length is never seen.
+Importing this module imports mlx, so the BLAS must have been loaded. Everything here belongs to the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+from draftwire.errors import InternalError
+
+CAPACITY_STEP: Final = 256
+_CLASSES: Final = (1, 2, 4, 8, 16)
+# Keys that a forward looks at come in steps, so that few shapes occur; a multiple of every vector width, so that sums over
+# masked keys fall into the same lanes whatever the number of keys.
+_EXTENT_STEP: Final = 64
+# Forwards that a pool stays too large: copying it costs about as much as one.
+_PATIENCE: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class PoolRow:
+    """One sequence's place in a pool."""
+
+    index: int
+    """Where it lies now; changes when the pool is repacked."""
+    length: int
+    """Positions [0, length) stand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """What all layers share in one forward."""
+
+    offsets: mx.array
+    """(slots,) int32: lengths before it."""
+    after: mx.array
+    """(slots,) int32: lengths plus the width."""
+    positions: mx.array
+    """(slots, 1, width, 1) int32: where each row's window goes."""
+    extent: int
+    """Keys [0, extent) are looked at."""
+
+
+class WindowedKVCache(KVCache):
+    """A sliding layer's cache of one sequence in time order: it keeps everything and masks what has slid out."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.window = window
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """mlx-lm's interface."""
+        window_size = window_size or self.window
+        return super().make_mask(N, window_size=window_size, return_array=return_array)  # type: ignore[no-untyped-call]
+
+
+class RaggedLayer:
+    """One layer's part of a pool, with the interface that mlx-lm's models expect of a cache.
+
+    It has no `__len__`: an empty cache would be falsy, and mlx-lm would then build no mask.
+    """
+
+    def __init__(self, pool: RaggedPool, window: int | None) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset: mx.array | int = 0
+        self._pool = pool
+        self._window = window
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Writes each row's window at its own length. keys, values: (slots, heads, width, dim)."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._pool.empty(keys), self._pool.empty(values)
+        now = self._pool.forward
+        self.keys = mx.put_along_axis(self.keys, now.positions, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, now.positions, values, axis=2)
+        self.offset = now.after
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """(slots, heads, extent, dim) each."""
+        assert self.keys is not None
+        assert self.values is not None
+        extent = self._pool.forward.extent
+        return self.keys[:, :, :extent], self.values[:, :, :extent]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        """(slots, 1, N, extent) booleans, always an array: rows differ."""
+        return self._pool.mask(N, window_size or self._window)
+
+    def begin(self, offset: mx.array | int) -> None:
+        """A forward starts: lengths are these until the layer has been written."""
+        self.offset = offset
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        """The arrays."""
+        return self.keys, self.values
+
+    @state.setter
+    def state(self, arrays: tuple[mx.array | None, mx.array | None]) -> None:
+        self.keys, self.values = arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(array.nbytes for array in self.state if array is not None)
+
+
+class RaggedPool:
+    """The caches of all layers of many sequences. The caller runs forwards over all rows: `begin`, the model, `written`.
+
+    `slots` is a class (1, 2, 4, 8, 16, then multiples of 16) and `capacity` a multiple of 256; arrays are copied, layer by
+    layer, only when one of them changes. Free rows are parked at length 0: a forward writes into them, nobody reads it.
+    """
+
+    def __init__(self, prototype: Sequence[Any]) -> None:
+        """prototype: the caches that the model makes for one sequence. Raises ValueError if `unpoolable` names a reason."""
+        reason = unpoolable(prototype)
+        if reason:
+            raise ValueError(reason)
+        self.slots = 0
+        self.capacity = 0
+        self.layers: list[Any] = [self._mirror(cache) for cache in prototype]
+        """What the model gets as its cache."""
+        self._flat: list[RaggedLayer] = list(flat(self.layers))
+        self._rows: list[PoolRow | None] = []
+        self._reach: list[int] = []  # by index: positions that anything was ever written to
+        self._roomy = 0
+        self._forward: _Forward | None = None
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
+
+    @property
+    def rows(self) -> list[PoolRow]:
+        """The sequences in it."""
+        return [row for row in self._rows if row is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(layer.nbytes for layer in self._flat)
+
+    @property
+    def forward(self) -> _Forward:
+        """The forward that runs."""
+        if self._forward is None:
+            raise InternalError("a forward over a pool that was not begun", reason="CACHE_LENGTH")
+        return self._forward
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Makes room for `rows` rows in all and `capacity` positions, in one copy. Never shrinks."""
+        slots = max(self.slots, slot_class(max(rows, 1)))
+        capacity = max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        if (slots, capacity) != (self.slots, self.capacity):
+            self._repack(slots, capacity)
+
+    def join(self, caches: Sequence[Any], length: int) -> PoolRow:
+        """Copies a sequence's own caches (batch 1, `length` positions, in time order) into a free row."""
+        self.reserve(len(self.rows) + 1, length + 1)
+        index = self._rows.index(None)
+        end = max(length, self._reach[index])
+        for layer, cache in zip(self._flat, flat(caches), strict=True):
+            if layer.keys is None and cache.keys is not None:
+                layer.state = self.empty(cache.keys), self.empty(cache.values)
+            if layer.keys is not None and layer.values is not None and end:
+                layer.keys = _put_row(layer.keys, cache.keys, index, (length, end))
+                layer.values = _put_row(layer.values, cache.values, index, (length, end))
+                mx.eval(layer.keys, layer.values)
+        self._reach[index] = length
+        row = self._rows[index] = PoolRow(index, length)
+        return row
+
+    def leave(self, row: PoolRow) -> None:
+        """Frees a row. Nothing moves; the arrays go when nobody is left."""
+        if self._rows[row.index] is row:
+            self._rows[row.index] = None
+        if not self.rows:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forgets every row and drops the arrays."""
+        self._rows, self._reach = [], []
+        self.slots = self.capacity = self._roomy = 0
+        self._forward = None
+        self._masks.clear()
+        for layer in self._flat:
+            layer.state = (None, None)
+            layer.begin(0)
+        mx.clear_cache()
+
+    def truncate(self, row: PoolRow, length: int) -> None:
+        """Keeps positions [0, length) of a row. Raises InternalError for more than it has."""
+        if not 0 <= length <= row.length:
+            raise InternalError(f"cache has {row.length} positions, cannot keep {length}", reason="CACHE_LENGTH")
+        row.length = length
+
+    def begin(self, width: int) -> None:
+        """Prepares a forward over `width` positions of every row, free ones too. Grows the capacity where it is needed."""
+        lengths = [row.length if row is not None else 0 for row in self._rows]
+        end = max(lengths, default=0) + width
+        if end > self.capacity:
+            self.reserve(len(self.rows), end)
+        # mlx writes past an array's end in silence, into the next row or beyond: this is the only guard.
+        if not lengths or end > self.capacity or len(lengths) != self.slots:
+            raise InternalError(
+                f"a window would end at {end} of {self.capacity} positions in {self.slots} slots", reason="CACHE_LENGTH"
+            )
+        self._reach = [max(reach, length + width) for reach, length in zip(self._reach, lengths, strict=True)]
+        offsets = mx.array(lengths, dtype=mx.int32)
+        positions = (offsets[:, None] + mx.arange(width, dtype=mx.int32)[None])[:, None, :, None]
+        extent = min(self.capacity, -(-end // _EXTENT_STEP) * _EXTENT_STEP)
+        self._forward = _Forward(offsets=offsets, after=offsets + width, positions=positions, extent=extent)
+        self._masks.clear()
+        self._roomy = self._roomy + 1 if self._wanted(width) != (self.slots, self.capacity) else 0
+        for layer in self._flat:
+            layer.begin(offsets)
+
+    def written(self, row: PoolRow, positions: int) -> None:
+        """Books positions of a row that the last forward wrote and that may stand; its padding is not booked."""
+        row.length += positions
+
+    def fits(self, width: int) -> bool:
+        """Whether a forward of this width needs no copy first, neither to grow nor to shrink."""
+        longest = max((row.length for row in self.rows), default=0)
+        return longest + width <= self.capacity and self._roomy < _PATIENCE
+
+    def fit(self, width: int) -> None:
+        """Shrinks a pool that has been too large for a while: fewer slots make a cheaper forward."""
+        if self._roomy >= _PATIENCE:
+            self._repack(*self._wanted(width))
+
+    def _wanted(self, width: int) -> tuple[int, int]:
+        """Slots and capacity that would do; a capacity that is less than twice what is needed stays."""
+        rows = self.rows
+        longest = max((row.length for row in rows), default=0) + width
+        needed = (longest // CAPACITY_STEP + 1) * CAPACITY_STEP
+        return slot_class(max(len(rows), 1)), needed if 2 * needed <= self.capacity else self.capacity
+
+    def rows_of(self, row: PoolRow) -> list[KVCache]:
+        """A copy of a row as caches of its own, layer by layer: mlx-lm's, batch 1, in time order."""
+        copies = []
+        for layer in self._flat:
+            copy = KVCache()  # type: ignore[no-untyped-call]
+            if layer.keys is not None and layer.values is not None and row.length:
+                one = slice(row.index, row.index + 1)
+                keys, values = layer.keys[one, :, : row.length], layer.values[one, :, : row.length]
+                copy.state = (mx.contiguous(keys), mx.contiguous(values), row.length)
+                mx.eval(copy.keys, copy.values)
+            copies.append(copy)
+        return copies
+
+    def checkpoint(self) -> list[tuple[mx.array | None, mx.array | None]]:
+        """The arrays as they are, for `restore`. While it lives, a forward must copy them: drop it before evaluating one."""
+        return [layer.state for layer in self._flat]
+
+    def restore(self, arrays: Sequence[tuple[mx.array | None, mx.array | None]]) -> None:
+        """Forgets the forwards built since `checkpoint`, which must not have been evaluated."""
+        for layer, state in zip(self._flat, arrays, strict=True):
+            layer.state = state
+
+    def empty(self, like: mx.array) -> mx.array:
+        """Zeros for an array whose heads, dim and dtype are those of `like`."""
+        return mx.zeros((self.slots, like.shape[1], self.capacity, like.shape[3]), dtype=like.dtype)
+
+    def mask(self, width: int, window: int | None) -> mx.array:
+        """(slots, 1, width, extent); made once a forward."""
+        found = self._masks.get((width, window))
+        if found is None:
+            now = self.forward
+            keys = mx.arange(now.extent, dtype=mx.int32)
+            found = keys <= now.positions
+            if window is not None:
+                found = found & (keys > now.positions - window)
+            self._masks[width, window] = found
+        return found
+
+    def _mirror(self, cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(self._mirror(one) for one in cache.caches))  # type: ignore[no-untyped-call]
+        return RaggedLayer(self, cache.max_size if isinstance(cache, RotatingKVCache) else None)
+
+    def _repack(self, slots: int, capacity: int) -> None:
+        """Copies everything into arrays of another size, rows in order and without gaps."""
+        rows = self.rows
+        order = [row.index for row in rows]
+        for layer in self._flat:
+            # One layer at a time: the peak is the pool and one layer, not two pools.
+            if layer.keys is not None and layer.values is not None:
+                layer.state = (
+                    _resized(layer.keys, order, slots, capacity),
+                    _resized(layer.values, order, slots, capacity),
+                )
+                mx.eval(layer.keys, layer.values)
+        self._reach = [min(self._reach[index], capacity) for index in order] + [0] * (slots - len(order))
+        for index, row in enumerate(rows):
+            row.index = index
+        self._rows = [*rows, *([None] * (slots - len(rows)))]
+        self.slots, self.capacity, self._roomy, self._forward = slots, capacity, 0, None
+        mx.clear_cache()
+
+
+def unpoolable(prototype: Sequence[Any]) -> str:
+    """Why a pool cannot hold these caches; "" where it can."""
+    for cache in flat(prototype):
+        if type(cache) is RotatingKVCache:
+            if cache.keep:
+                return "its sliding layers keep their first tokens"
+        elif type(cache) is not KVCache:
+            return f"its cache ({type(cache).__name__}) is not plain keys and values"
+    return ""
+
+
+def smallest_window(prototype: Sequence[Any]) -> int | None:
+    """Tokens of the smallest sliding window; None without one."""
+    return min((cache.max_size for cache in flat(prototype) if isinstance(cache, RotatingKVCache)), default=None)
+
+
+def prefill_caches(prototype: Sequence[Any]) -> list[Any]:
+    """Fresh caches for one sequence that is to join a pool: sliding layers in time order and whole."""
+
+    def own(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(own(one) for one in cache.caches))  # type: ignore[no-untyped-call]
+        if isinstance(cache, RotatingKVCache):
+            return WindowedKVCache(cache.max_size)
+        return KVCache()  # type: ignore[no-untyped-call]
+
+    return [own(cache) for cache in prototype]
+
+
+def slot_class(rows: int) -> int:
+    """The slots that a pool of so many rows has."""
+    return next((size for size in _CLASSES if size >= rows), -(-rows // _CLASSES[-1]) * _CLASSES[-1])
+
+
+def flat(layers: Sequence[Any]) -> Iterator[Any]:
+    """The caches of all layers; a layer may hold several."""
+    for layer in layers:
+        if hasattr(layer, "caches"):
+            yield from flat(layer.caches)
+        else:
+            yield layer
+
+
+def _put_row(array: mx.array, own: mx.array | None, index: int, span: tuple[int, int]) -> mx.array:
+    """Writes own[:, :, :length], then zeros up to `end`: a NaN that a former sequence left would survive any mask."""
+    length, end = span
+    parts = [own[:, :, :length]] if own is not None else []
+    rest = end - length if own is not None else end
+    parts.append(mx.zeros((1, array.shape[1], rest, array.shape[3]), dtype=array.dtype))
+    array[index : index + 1, :, :end] = mx.concatenate(parts, axis=2)
+    return array
+
+
+def _resized(array: mx.array, order: Sequence[int], slots: int, capacity: int) -> mx.array:
+    kept = min(array.shape[2], capacity)
+    rows = mx.take(array, mx.array(list(order), dtype=mx.int32), axis=0) if order else array[:0]
+    return mx.pad(rows[:, :, :kept], [(0, slots - len(order)), (0, 0), (0, capacity - kept), (0, 0)])

@@ -1,0 +1,261 @@
+"""The engine that runs all live sequences in one forward, over a ragged pool. Everything but the forward is `Engine`'s.
+
+A forward is a rectangle: every slot takes part, with its pending token alone when it has no drafts, padded to the widest.
+Methods with a leading underscore run on the compute thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from draftwire.caches import SequenceCache
+from draftwire.compute import ComputeThread
+from draftwire.errors import InternalError
+from draftwire.loaded import LoadedModel
+from draftwire.ragged import RaggedPool, prefill_caches
+from draftwire.rollback import Rollback
+from target_service.batch_choose import Part, PendingBatch
+from target_service.choose import Chosen
+from target_service.engine import Engine, Slot
+from target_service.params import Choosing
+from target_service.window import Choice, Window
+
+_FOLLOW = 0.1
+_MEASURED_SLOTS = (2, 4, 8)
+Work = Sequence[tuple[Slot, Window]]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A forward that has been built."""
+
+    slots: list[Slot]
+    choice: PendingBatch
+    width: int
+    began_s: float
+    undo: list[Any] | None = None
+    """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
+
+
+class BatchEngine(Engine):
+    """Forward passes for many sequences at once. Same public interface as `Engine`."""
+
+    def __init__(self, compute: ComputeThread, loaded: LoadedModel) -> None:
+        """loaded: a model that `batch_probe` found fit."""
+        super().__init__(compute, loaded)
+        self.batching = "ragged"
+        self.batch_costs: dict[tuple[int, int], float] = {}
+        """(slots, width) -> seconds of a forward, from warm-up and followed while serving."""
+        self._made_pool: RaggedPool | None = None
+        self._ahead: _Flight | None = None
+        self._seated: list[Slot] = []
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pool's arrays take; 0 when nobody is in it."""
+        return self._made_pool.nbytes if self._made_pool is not None else 0
+
+    async def cached_rows(self, slot: int) -> SequenceCache:
+        """A copy of the cache as it stands after truncation, for tests of law L3."""
+        target = self._slots[slot]
+        return await self._compute.run(lambda: self._copy(target))
+
+    @property
+    def _pool(self) -> RaggedPool:
+        if self._made_pool is None:
+            self._made_pool = RaggedPool(make_prompt_cache(self._model))
+        return self._made_pool
+
+    def _empty(self, choosing: Choosing) -> Slot:
+        slot = super()._empty(choosing)
+        slot.cache.cache.layers = prefill_caches(make_prompt_cache(self._model))
+        return slot
+
+    def _forward(self, work: Work) -> list[Choice]:
+        lost = [slot.row is None and slot.cache.length != slot.keep for slot, _ in work]
+        alive = [item for item, gone in zip(work, lost, strict=True) if not gone]
+        try:
+            landed = iter(self._fly(alive) if alive else ())
+        except Exception:
+            self._lose_all()
+            raise
+        missing = Choice((), None, 0.0, time.perf_counter(), InternalError("the cache was lost in a failed forward"))
+        return [missing if gone else next(landed) for gone in lost]
+
+    def _fly(self, work: Work) -> list[Choice]:
+        flight = self._take_ahead(work)
+        began_ahead = flight is not None
+        if flight is None:
+            flight = self._start(work)
+        if all(window.ahead for _, window in work) and self._pool.fits(1):
+            self._begin_ahead(flight, work)
+        chosen = self._finish(flight)
+        now_s = time.perf_counter()
+        forward_s = now_s - flight.began_s
+        if not began_ahead:
+            self._observe((self._pool.slots, flight.width), forward_s)
+        by_slot = {id(slot): one for slot, one in zip(flight.slots, chosen, strict=True)}
+        return [_as_choice(by_slot[id(slot)], forward_s, now_s) for slot, _ in work]
+
+    def _start(self, work: Work) -> _Flight:
+        """Seats who has come, and builds the forward of everybody's window."""
+        self._drop_ahead()
+        pool = self._pool
+        for slot in self._seated:
+            if slot.row is not None:
+                pool.truncate(slot.row, slot.keep)
+        width = max(window.rows for _, window in work)
+        self._seat([slot for slot, _ in work if slot.row is None], width)
+        pool.fit(width)
+        began_s = time.perf_counter()
+        pool.begin(width)
+        ids = [[0] * width for _ in range(pool.slots)]
+        parts = []
+        for slot, window in work:
+            assert slot.row is not None
+            own = [window.pending, *window.drafts]
+            # Padding repeats an id that the model takes anyway: an id of its own might bring a NaN into the row.
+            ids[slot.row.index] = own + own[-1:] * (width - len(own))
+            parts.append(Part(slot.row.index, slot.choosing, window))
+        logits = self._model(mx.array(ids), cache=pool.layers)
+        for slot, window in work:
+            assert slot.row is not None
+            pool.written(slot.row, window.rows)
+        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s)
+        mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
+        return flight
+
+    def _seat(self, joining: Sequence[Slot], width: int) -> None:
+        if not joining:
+            return
+        pool = self._pool
+        lengths = [row.length for row in pool.rows] + [slot.cache.length for slot in joining]
+        pool.reserve(len(lengths), max(lengths) + width)
+        for slot in joining:
+            slot.row = pool.join(slot.cache.cache.layers, slot.cache.length)
+            self._seated.append(slot)
+            slot.cache.cache.layers.clear()
+        mx.clear_cache()
+
+    def _begin_ahead(self, flight: _Flight, work: Work) -> None:
+        """Builds the next plain forward from the lazy ids while this one computes.
+
+        mlx gets it later: given now, it would find the pool's arrays still in use by this forward and copy them.
+        """
+        pool = self._pool
+        undo = pool.checkpoint()
+        pool.begin(1)
+        logits = self._model(flight.choice.first_ids(), cache=pool.layers)
+        parts = []
+        for slot, window in work:
+            assert slot.row is not None
+            after = Window(slot=window.slot, pending=0, first_step=window.first_step + 1)
+            parts.append(Part(slot.row.index, slot.choosing, after))
+        self._ahead = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), 1, 0.0, undo)
+
+    def _take_ahead(self, work: Work) -> _Flight | None:
+        """The forward that was begun ahead, if it holds these very windows; sequences that have left do not matter."""
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        known = {id(slot) for slot in ahead.slots}
+        for slot, window in work:
+            if window.drafts or id(slot) not in known or slot.row is None or slot.keep != slot.row.length:
+                return None
+        began_s = time.perf_counter()
+        self._dispatch(ahead)
+        self._ahead = None
+        for slot, _ in work:
+            assert slot.row is not None
+            self._pool.written(slot.row, 1)
+        ahead.began_s = began_s
+        return ahead
+
+    @staticmethod
+    def _dispatch(flight: _Flight) -> None:
+        if flight.undo is not None:
+            flight.undo = None
+            mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
+
+    def _drop_ahead(self) -> None:
+        """Forgets the forward begun ahead. If mlx has it already, it only wrote past the lengths."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.undo is not None:
+            self._pool.restore(ahead.undo)
+
+    def _finish(self, flight: _Flight) -> list[Chosen | InternalError]:
+        chosen = flight.choice.read()
+        if any(isinstance(one, Chosen) and not one.settled for one in chosen):
+            # The forward begun ahead used an id that more filter passes have changed.
+            self._drop_ahead()
+        if self._ahead is not None and self._pool.slots == 1:
+            # Alone, the next window is nearly always this one. In a crowd somebody joins or brings drafts too often:
+            # there mlx gets it when the next tick has confirmed it.
+            self._dispatch(self._ahead)
+        return chosen
+
+    def _observe(self, shape: tuple[int, int], seconds: float) -> None:
+        usual = self.batch_costs.setdefault(shape, seconds)
+        self.batch_costs[shape] = usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
+
+    def _copy(self, slot: Slot) -> SequenceCache:
+        if slot.row is None:
+            return slot.cache.cache
+        self._drop_ahead()
+        self._pool.truncate(slot.row, slot.keep)
+        copy = SequenceCache(self._model)
+        copy.layers = list(self._pool.rows_of(slot.row))
+        copy.length = slot.row.length
+        return copy
+
+    def _drop(self, slot: Slot) -> None:
+        super()._drop(slot)
+        if slot.row is None:
+            return
+        if len(self._pool.rows) == 1:
+            self._drop_ahead()
+        self._pool.leave(slot.row)
+        self._seated.remove(slot)
+        slot.row = None
+
+    def _lose_all(self) -> None:
+        """After a failed forward no array can be trusted, those of bystanders neither."""
+        self._ahead = None
+        self._pool.clear()
+        for slot in self._seated:
+            slot.row = None
+        self._seated.clear()
+
+    def _unload(self) -> None:
+        self._lose_all()
+        self._made_pool = None
+        super()._unload()
+
+    def _look(self) -> Rollback:
+        # In the pool nothing slides out, so that drafts can always be taken back.
+        return Rollback("trim", "")
+
+    def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
+        costs = super()._prepare(rows)
+        self.batch_costs |= {(1, count): seconds for count, seconds in costs.items()}
+        for size in _MEASURED_SLOTS:
+            work = [(self._empty(Choosing()), Window(slot=n, pending=0, first_step=0)) for n in range(size)]
+            self._forward(work)
+            for slot, _ in work:
+                slot.keep = 0
+            self.batch_costs[size, 1] = self._forward(work)[0].forward_s
+            for slot, _ in work:
+                self._drop(slot)
+        return costs
+
+
+def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:
+    if isinstance(chosen, InternalError):
+        return Choice((), None, forward_s, landed_s, chosen)
+    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s)
