@@ -191,7 +191,7 @@ async def _mixes(kind: str, tmp_path: Path) -> None:
         for _ in range(12):
             await company.run(dice.choices(cases, k=dice.randint(1, 8)))
             while target.scheduler.running or target.scheduler.queued:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # noqa: ASYNC110 - the scheduler tells nobody that it is idle
             await engine._compute.run(lambda: None)
             assert (engine.slots, engine.pool_bytes) == (0, 0)
         assert company.widest >= 5

@@ -18,7 +18,7 @@ from draftwire.caches import SequenceCache
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.rollback import Rollback
-from draftwire.sampling import Sampler
+from draftwire.sampling import Sampler, host_ids
 from draftwire.testing_models import TINY_VOCAB, TinyKind, make_tiny_model
 from target_service.engine import Engine
 from target_service.params import Choosing, Penalties
@@ -233,7 +233,7 @@ def _greedy_by_mlx_lm(model: Any, prompt: list[int], count: int) -> list[int]:
         model(mx.array([prompt[:-1]]), cache=cache)
     ids = [prompt[-1]]
     for _ in range(count):
-        ids.append(int(mx.argmax(model(mx.array([[ids[-1]]]), cache=cache)[0, -1]).item()))
+        ids.extend(host_ids(mx.argmax(model(mx.array([[ids[-1]]]), cache=cache)[0, -1:], axis=-1)))
     return ids[1:]
 
 

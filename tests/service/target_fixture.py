@@ -182,8 +182,8 @@ class Brake:
     async def _pass(self) -> None:
         if not self._open:
             await self._permits.acquire()
-            if self._open:
-                self._permits.release()
+            # Once it is open, each that gets through lets the next one pass.
+            self.allow(int(self._open))
 
 
 @dataclass(slots=True)

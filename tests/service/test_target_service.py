@@ -329,7 +329,7 @@ class TestRefusals:
         async def broken(windows: object) -> Any:
             raise error
 
-        engine.forward = broken  # type: ignore[method-assign, assignment]
+        engine.forward = broken  # type: ignore[method-assign]
         with structlog.testing.capture_logs() as logs, pytest.raises(InternalError) as caught:
             await target.client.complete("x")
         assert "secret" not in caught.value.message
@@ -466,7 +466,7 @@ class TestAdmission:
             for name, priority in (("low", -1), ("a", 0), ("b", 0), ("high", 5)):
                 count = target.target.scheduler.queued
                 tasks.append(asyncio.ensure_future(ask(name, priority)))
-                await happens(lambda count=count: target.target.scheduler.queued == count + 1)
+                await happens(lambda count=count: target.target.scheduler.queued == count + 1)  # type: ignore[misc]
             brake.release()
             await asyncio.gather(*tasks)
             assert started == ["first", "high", "a", "b", "low"]
