@@ -190,8 +190,8 @@ async def _mixes(kind: str, tmp_path: Path) -> None:
         company = Company(target, dice)
         for _ in range(12):
             await company.run(dice.choices(cases, k=dice.randint(1, 8)))
-            while target.scheduler.running or target.scheduler.queued:
-                await asyncio.sleep(0)  # noqa: ASYNC110 - the scheduler tells nobody that it is idle
+            while target.scheduler.running or target.scheduler.queued:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
             await engine._compute.run(lambda: None)
             assert (engine.slots, engine.pool_bytes) == (0, 0)
         assert company.widest >= 5
