@@ -172,7 +172,12 @@ class Engine:
         flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
 
     def _land(self, flight: _Flight) -> Choice:
-        chosen = read(flight.choice)
+        """A row that cannot be chosen from ends its own sequence, not the tick."""
+        try:
+            chosen = read(flight.choice)
+        except InternalError as error:
+            flight.slot.ahead = None
+            return Choice((), None, 0.0, time.perf_counter(), error)
         if not chosen.settled:
             # The forward begun ahead used an id that more filter passes have changed.
             flight.slot.ahead = None

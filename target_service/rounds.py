@@ -15,21 +15,37 @@ _log = get_logger("rounds")
 
 async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None:
     """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
-    while live := await scheduler.tick():
-        windows = [sequence.window() for sequence in live]
+    while ready := await scheduler.tick():
+        live, windows = windows_of(scheduler, ready)
+        if not live:
+            continue
         try:
             choices = await engine.forward(windows)
         except Exception as error:
             scheduler.fail(live, error)
             continue
         # What a replay costs, the drafts before it have caused: it counts where there are drafts, never as plain decoding.
-        if len(windows) == 1 and (windows[0].drafts or not choices[0].replayed):
+        alone = len(windows) == 1 and choices[0].error is None
+        if alone and (windows[0].drafts or not choices[0].replayed):
             costs.observe(windows[0].rows, choices[0].forward_s, ahead=windows[0].ahead)
         for sequence, window, choice in zip(live, windows, choices, strict=True):
             try:
                 finish_round(scheduler, engine, sequence, window, choice)
             except Exception as error:
                 scheduler.fail([sequence], error)
+
+
+def windows_of(scheduler: Scheduler, ready: list[Sequence]) -> tuple[list[Sequence], list[Window]]:
+    """The windows of the next forward, and whose they are."""
+    live, windows = [], []
+    for sequence in ready:
+        try:
+            windows.append(sequence.window())
+        except Exception as error:
+            scheduler.fail([sequence], error)
+        else:
+            live.append(sequence)
+    return live, windows
 
 
 def finish_round(scheduler: Scheduler, engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> None:

@@ -288,3 +288,17 @@ async def test_an_id_outside_the_embedding_never_reaches_the_model(token: int) -
         await text.round((1, 2), keep=None, ahead=False)
         for have, want in zip(await text.rows(), await text.fresh(), strict=True):
             np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
+
+
+async def test_a_row_that_cannot_be_chosen_from_ends_its_own_sequence_only() -> None:
+    """Kind of fault: one request's NaN takes down everybody in its tick."""
+    async with engine_of("llama") as (engine, compute):
+        rng = random.Random(6)
+        good = await opened(engine, compute, Choosing(), rng, 64)
+        bad = await opened(engine, compute, Choosing(logit_bias={3: float("nan")}), rng, 64)
+        truth = await plain_ids(engine, compute, good, 1)
+        windows = [Window(slot=text.slot, pending=text.ids[-1], first_step=0) for text in (good, bad)]
+        first, second = await engine.forward(windows)
+        assert first.error is None
+        assert list(first.ids) == truth
+        assert second.error is not None
