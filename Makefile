@@ -12,6 +12,8 @@ SOURCES := draftwire target_service draft_service client tests benchmarks
 demo: $(VENV)/.demo
 	$(BIN)/draftwire demo
 
+export DRAFTWIRE_THREADS ?= 1
+
 test: $(VENV)/.dev
 	$(BIN)/draftwire models pull smollm2-135m
 	$(MAKE) check

@@ -8,22 +8,11 @@ _STORY = (
     "wrote the weather into a small green book. In winter the spray froze on the railings and the stairs grew slippery, so "
     "he tied a rope around his waist before he went out to clear the glass."
 )
-_CODE = """def mean(values):
-    total = 0
-    count = 0
-    for value in values:
-        total += value
-        count += 1
-    if count == 0:
-        return None
-    return total / count
-
-
-def variance(values):
-    average = mean(values)
-    if average is None:
-        return None
-    return mean([(value - average) ** 2 for value in values])"""
+_RECIPE = (
+    "Wash the lentils, put them into a pot with two cups of water, and bring the pot to a boil. Chop one onion and two "
+    "carrots, fry them in a little oil until they are soft, and add them to the pot. Let the soup simmer for thirty minutes, "
+    "stir it now and then, and season it with salt, pepper and the juice of half a lemon before you serve it."
+)
 _LIST = "\n".join(
     f"{number}. {name}, {city}"
     for number, (name, city) in enumerate(
@@ -40,7 +29,7 @@ _LETTER = (
 
 COPY_HEAVY = {
     "repeat a story": f"Repeat the following text exactly, word for word:\n\n{_STORY}",
-    "repeat code": f"Repeat this Python code exactly:\n\n```python\n{_CODE}\n```",
+    "repeat a recipe": f"Repeat the following recipe exactly, word for word:\n\n{_RECIPE}",
     "repeat a list": f"Copy this list exactly as it is:\n\n{_LIST}",
     "quote a letter": f"Repeat the following letter exactly, word for word:\n\n{_LETTER}",
 }

@@ -40,7 +40,7 @@ def generate(
     drafting: Literal["auto", "off", "fixed"],
     drafts: int | None = None,
 ) -> Timed:
-    """A greedy completion of exactly max_tokens tokens over gRPC."""
+    """A greedy completion over gRPC, to its natural end or max_tokens."""
     ids: list[int] = []
     finished: Finished | None = None
     began_s = time.perf_counter()
@@ -49,7 +49,6 @@ def generate(
         token_ids=prompt_ids,
         temperature=0.0,
         max_tokens=max_tokens,
-        ignore_eos=True,
         drafting=drafting,
         num_draft_tokens=drafts,
     ) as stream:
