@@ -258,6 +258,10 @@ class RaggedPool:
             copies.append(copy)
         return copies
 
+    def last_keys(self) -> mx.array | None:
+        """The last layer's keys, which a forward writes near its end."""
+        return self._flat[-1].keys
+
     def checkpoint(self) -> list[tuple[mx.array | None, mx.array | None]]:
         """The arrays as they are, for `restore`. While it lives, a forward must copy them: drop it before evaluating one."""
         return [layer.state for layer in self._flat]

@@ -39,6 +39,8 @@ class _Flight:
     choice: PendingBatch
     width: int
     began_s: float
+    last_keys: mx.array | None
+    """The last layer's keys after it: once they are there, hardly any array of the pool is in use."""
     undo: list[Any] | None = None
     """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
 
@@ -127,8 +129,8 @@ class BatchEngine(Engine):
         for slot, window in work:
             assert slot.row is not None
             pool.written(slot.row, window.rows)
-        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s)
-        mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
+        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s, pool.last_keys())
+        self._hand_over(flight)
         return flight
 
     def _seat(self, joining: Sequence[Slot], width: int) -> None:
@@ -146,7 +148,7 @@ class BatchEngine(Engine):
     def _begin_ahead(self, flight: _Flight, work: Work) -> None:
         """Builds the next plain forward from the lazy ids while this one computes.
 
-        mlx gets it later: given now, it would find the pool's arrays still in use by this forward and copy them.
+        mlx gets it when this one is nearly through: before, it would find the pool's arrays in use and copy them.
         """
         pool = self._pool
         undo = pool.checkpoint()
@@ -157,7 +159,15 @@ class BatchEngine(Engine):
             assert slot.row is not None
             after = Window(slot=window.slot, pending=0, first_step=window.first_step + 1)
             parts.append(Part(slot.row.index, slot.choosing, after))
-        self._ahead = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), 1, 0.0, undo)
+        self._ahead = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), 1, 0.0, pool.last_keys(), undo)
+        del undo
+        if pool.slots == 1:
+            # Alone, the next window is nearly always this one. In a crowd somebody joins or brings drafts too often: there
+            # mlx gets it when the next tick has confirmed it.
+            if flight.last_keys is not None:
+                mx.eval(flight.last_keys)
+                flight.last_keys = None
+            self._dispatch(self._ahead)
 
     def _take_ahead(self, work: Work) -> _Flight | None:
         """The forward that was begun ahead, if it holds these very windows; sequences that have left do not matter."""
@@ -177,11 +187,17 @@ class BatchEngine(Engine):
         ahead.began_s = began_s
         return ahead
 
-    @staticmethod
-    def _dispatch(flight: _Flight) -> None:
+    def _dispatch(self, flight: _Flight) -> None:
         if flight.undo is not None:
             flight.undo = None
-            mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
+            self._hand_over(flight)
+
+    @staticmethod
+    def _hand_over(flight: _Flight) -> None:
+        """In two parts, so that the first can be waited for."""
+        if flight.last_keys is not None:
+            mx.async_eval(flight.last_keys)  # type: ignore[no-untyped-call]
+        mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
 
     def _drop_ahead(self) -> None:
         """Forgets the forward begun ahead. If mlx has it already, it only wrote past the lengths."""
@@ -194,10 +210,6 @@ class BatchEngine(Engine):
         if any(isinstance(one, Chosen) and not one.settled for one in chosen):
             # The forward begun ahead used an id that more filter passes have changed.
             self._drop_ahead()
-        if self._ahead is not None and self._pool.slots == 1:
-            # Alone, the next window is nearly always this one. In a crowd somebody joins or brings drafts too often:
-            # there mlx gets it when the next tick has confirmed it.
-            self._dispatch(self._ahead)
         return chosen
 
     def _observe(self, shape: tuple[int, int], seconds: float) -> None:
