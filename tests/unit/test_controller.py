@@ -18,7 +18,7 @@ from target_service.costs import Costs
 from target_service.drafts import Answer, Lost, SourceReport
 from target_service.ledger import Ledger
 from target_service.params import Choosing, Drafting, Generation, Stopping
-from target_service.rounds import finish_round
+from target_service.rounds import commit_round, deliver
 from target_service.sequence import Sequence as LiveSequence
 from target_service.window import Choice, Window
 
@@ -190,7 +190,7 @@ def simulate(
         costs.observe(window.rows, forward_s, ahead=window.ahead)
         position = ledger.prompt_length + window.first_step
         choice = Choice(tuple(truth(position + row) for row in range(window.rows)), None, forward_s, clock.now_s)
-        finish_round(scheduler, engine, sequence, window, choice)
+        deliver(scheduler, sequence, commit_round(engine, sequence, window, choice))
         run.round_ends.append((clock.now_s - begun_s, ledger.step))
         run.widths.append(window.rows)
         while not sequence.outbox.empty():

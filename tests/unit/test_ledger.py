@@ -84,7 +84,7 @@ def logprobs_at(step: int) -> TokenLogprobs:
 
 
 def drive(script: Sequence[int], stopping: Stopping, drafter: Drafter | None = None, width: int = 8) -> Outcome:
-    """As `finish_round` does it. The target says `script`, then fillers."""
+    """As `commit_round` does it. The target says `script`, then fillers."""
     ledger, outcome = Ledger(PROMPT, stopping, piece), Outcome()
     said = [*script, *[FILLER] * (stopping.max_tokens + 2 * width)]
     while outcome.finish is None:
