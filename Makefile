@@ -12,15 +12,17 @@ SOURCES := draftwire target_service draft_service client tests benchmarks
 demo: $(VENV)/.demo
 	$(BIN)/draftwire demo
 
+# One BLAS thread a process, and a file of tests at a time on each of two cores.
 export DRAFTWIRE_THREADS ?= 1
+PARALLEL ?= --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.dev
 	$(BIN)/draftwire models pull smollm2-135m
 	$(MAKE) check
 	@echo "== laws, bit for bit, on tiny models (reference BLAS, a process of its own)"
-	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact
+	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
 	@echo "== everything else"
-	$(BIN)/python -m pytest -q -m "not exact"
+	$(BIN)/python -m pytest -q -m "not exact" $(PARALLEL)
 
 check: $(VENV)/.dev check-protos
 	$(BIN)/ruff format --check $(SOURCES)
