@@ -182,6 +182,24 @@ def in_turn(*scripts: Script) -> Script:
     return script
 
 
+class FakeResolver:
+    """Names of drafters by script: what a target that is told dns:///name:port finds. Every lookup is counted."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: frozenset[str] = frozenset(addresses)
+        """What every name stands for, as host:port; set it anew at any time."""
+        self.fault: OSError | None = None
+        """Raised by lookups while it is set."""
+        self.asked: list[tuple[str, int]] = []
+
+    async def resolve(self, host: str, port: int) -> frozenset[str]:
+        """Answers at once."""
+        self.asked.append((host, port))
+        if self.fault is not None:
+            raise self.fault
+        return self.addresses
+
+
 @dataclass(slots=True)
 class _Session:
     open: draft_pb2.SessionOpen

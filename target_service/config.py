@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from draftwire.settings import Port, Seconds, ServiceSettings
+from target_service.resolver import parse_name
 
 
 class TargetSettings(ServiceSettings):
@@ -21,8 +22,11 @@ class TargetSettings(ServiceSettings):
     )
     port: Port = Field(50051, description="Port to listen on; 0 lets the system choose.")
     drafter: Annotated[list[str], NoDecode] = Field(
-        default_factory=list, description="host:port of a draft service; repeatable (in the environment: commas)."
+        default_factory=list,
+        description="host:port of a draft service, or dns:///name:port for all that a name stands for; repeatable "
+        "(in the environment: commas).",
     )
+    drafter_resolve_s: Seconds = Field(5.0, description="Time between two lookups of a dns:///name:port, in seconds.")
     drafting: Literal["auto", "off", "fixed"] = Field(
         "auto", description="How requests that do not say otherwise use drafts."
     )
@@ -81,6 +85,6 @@ class TargetSettings(ServiceSettings):
     def _addresses(cls, value: list[str]) -> list[str]:
         for address in value:
             host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
+            if parse_name(address) is None and (not host or not port.isdigit()):
                 raise ValueError(f"{address!r} is not host:port, as 127.0.0.1:50052")
         return value

@@ -113,7 +113,7 @@ class Target:
 
     def _open_source(self, sequence: Sequence) -> DraftSource:
         generation = sequence.generation
-        if generation.drafting.mode is DraftingMode.OFF or not self.pool.links or not self.engine.rollback.kind:
+        if generation.drafting.mode is DraftingMode.OFF or not self.pool.targets or not self.engine.rollback.kind:
             return NoDrafts()
         stopping = generation.stopping
         terms = SessionTerms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _RECHECK_S = 5.0
 """A drafter that nobody asks may have gone, or have become one that fits."""
+_RECENT_S = 30.0
+"""Draft calls longer ago say nothing of what one would take now."""
 _MAX_TEXT = 500
 """Characters kept of what a drafter says: ListDrafters repeats it."""
 M = TypeVar("M")
@@ -95,27 +98,82 @@ class DrafterLink:
     successful Describe closes it again, tried after pauses that double from 0.1 s to 5 s.
     """
 
-    def __init__(self, address: str, identity: Identity, changed: Callable[[], None]) -> None:
+    def __init__(self, address: str, identity: Identity, changed: Callable[[], None], *, authority: str = "") -> None:
+        """authority: the name, with port, whose address this is; empty where the address is all there is."""
         self.address = address
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.tokenizer_mismatch = False
         self.description: Description | None = None
-        self.sessions = 0
+        self.leaving = False
+        """Whether its address is gone: no new sessions, and those that it has move."""
+        self.releasing = 0
+        """Sessions whose Release is on its way."""
         self.drafted = 0
         self.accepted = 0
         self._identity = identity
         self._changed = changed
         self._failures = 0
         self._rpc_s: deque[float] = deque(maxlen=256)
+        self._last_rpc_s = 0.0
+        self._guests: set[asyncio.Event] = set()
+        self._moved = asyncio.Event()
         self._recheck = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
+        self._channel = grpc.aio.insecure_channel(address, options=_options(authority))
         self.stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
 
     @property
     def rpc_p50_s(self) -> float | None:
         """Median of the last Draft calls, as seen here."""
         return statistics.median(self._rpc_s) if self._rpc_s else None
+
+    @property
+    def recent_rpc_s(self) -> float | None:
+        """The same, None where the last call is long ago."""
+        return self.rpc_p50_s if time.monotonic() - self._last_rpc_s < _RECENT_S else None
+
+    @property
+    def sessions(self) -> int:
+        """Our sessions there."""
+        return len(self._guests)
+
+    @property
+    def busy(self) -> bool:
+        """Whether its channel is still needed."""
+        return bool(self._guests or self.releasing)
+
+    def join(self, over: asyncio.Event) -> None:
+        """A session is opened there. `over` is set when it should move elsewhere, and names it in `part`."""
+        self._guests.add(over)
+
+    def part(self, over: asyncio.Event) -> None:
+        """A session is over."""
+        self._guests.discard(over)
+        self._moved.set()
+
+    def released(self) -> None:
+        """A Release has been answered, or not."""
+        self.releasing -= 1
+        self._moved.set()
+
+    def leave(self, reason: str) -> None:
+        """Its address is gone: DRAINING until it is dropped, or until `stay`."""
+        self._enter(LinkState.DRAINING, reason)
+        self.leaving = True
+        for over in self._guests:
+            over.set()
+
+    def stay(self) -> None:
+        """Its address is back."""
+        self.leaving = False
+        self._enter(LinkState.CONNECTING, "")
+        self._recheck.set()
+        self._moved.set()
+
+    async def moved(self) -> None:
+        """Waits for the next change of `busy` or `leaving`. For one waiter."""
+        self._moved.clear()
+        await self._moved.wait()
 
     async def run(self) -> None:
         """Describes the drafter, again whenever something is wrong and now and then. Runs until cancelled."""
@@ -142,6 +200,7 @@ class DrafterLink:
         """A Draft call was answered."""
         self._failures = 0
         self._rpc_s.append(seconds)
+        self._last_rpc_s = time.monotonic()
 
     def failed(self, error: DraftwireError) -> None:
         """A call failed for a fault of the drafter."""
@@ -199,9 +258,15 @@ class DrafterLink:
 
     def _enter(self, state: LinkState, reason: str) -> None:
         reason = reason[:_MAX_TEXT]
-        if (state, reason) == (self.state, self.reason):
+        if self.leaving or (state, reason) == (self.state, self.reason):
             return
         kind = self.description.source_kind if self.description else None
         _log.info("drafter", address=self.address, state=state.value, reason=reason or None, source=kind)
         self.state, self.reason = state, reason
         self._changed()
+
+
+def _options(authority: str) -> list[tuple[str, str | int]]:
+    """An address found under a name is spoken to, and its certificate checked, by that name."""
+    named: list[tuple[str, str | int]] = [("grpc.default_authority", authority)] if authority else []
+    return [*_CHANNEL_OPTIONS, *named]

@@ -19,6 +19,7 @@ from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
 from target_service.requests import Defaults
+from target_service.resolver import Resolver
 from target_service.scheduler import Limits
 
 _log = get_logger("loading")
@@ -27,9 +28,18 @@ _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32)
 
 
 async def load_target(
-    settings: TargetSettings, blas: BlasInfo, compute: ComputeThread, instance_id: str, stack: AsyncExitStack
+    settings: TargetSettings,
+    blas: BlasInfo,
+    compute: ComputeThread,
+    instance_id: str,
+    stack: AsyncExitStack,
+    *,
+    resolver: Resolver | None = None,
 ) -> Target:
-    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError."""
+    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError.
+
+    resolver: looks up names of drafters; this machine's where absent.
+    """
     from draftwire.lm import load_model
 
     cache_dir = settings.cache_dir or default_cache_dir()
@@ -64,7 +74,9 @@ async def load_target(
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
     identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint)
-    pool = await stack.enter_async_context(DrafterPool(settings.drafter, identity))
+    pool = await stack.enter_async_context(
+        DrafterPool(settings.drafter, identity, resolver=resolver, resolve_interval_s=settings.drafter_resolve_s)
+    )
     threads = f", {blas.threads} threads" if blas.threads else ""
     parts = TargetParts(
         loaded=loaded,

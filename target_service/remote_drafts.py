@@ -11,7 +11,7 @@ import secrets
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -57,6 +57,8 @@ class _Session:
     instance_id: str
     held: int
     """Committed ids that the drafter surely holds."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when another one has to take its place: it is lost, or its drafter leaves."""
 
 
 class RemoteDrafts:
@@ -80,7 +82,7 @@ class RemoteDrafts:
         self._missing = "first_round"
         self._pause_s = 0.0
         self._avoid: DrafterLink | None = None
-        self._opening = asyncio.create_task(self._open())
+        self._opening = asyncio.create_task(self._keep_open())
 
     @property
     def asking(self) -> bool:
@@ -210,20 +212,30 @@ class RemoteDrafts:
             self._session = None
             self._avoid = session.link
             self._given_up(session)
-            self._opening = asyncio.create_task(self._open())
+            session.over.set()
 
-    async def _open(self) -> None:
-        """Opens a session as soon as some drafter takes it. Tries for as long as the request lives."""
+    async def _keep_open(self) -> None:
+        """Opens a session as soon as some drafter takes it, and the next one when that is over, while the request lives.
+
+        A session whose drafter leaves drafts on until the next one is open.
+        """
         while True:
             await asyncio.sleep(self._pause_s)
             link, description = await self._ready_link()
+            if (kept := self._session) is not None and kept.link is link:
+                # It did not leave after all.
+                kept.over.clear()
+                await kept.over.wait()
+                continue
             # Only an answer ends the doubling: each opening makes a drafter read the whole text, of which one that opens
             # and then fails could otherwise have as much as it likes.
             self._pause_s = min(_MAX_REOPEN_PAUSE_S, max(_REOPEN_PAUSE_S, self._pause_s * 2))
             session = _Session(link, secrets.token_urlsafe(24), description.instance_id, 0)
-            link.sessions += 1
+            link.join(session.over)
             try:
                 await self._prefill(session)
+                while self.asking:
+                    await self.arrival()
             except DraftwireError as fault:
                 self._given_up(session)
                 if fault.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -236,8 +248,10 @@ class RemoteDrafts:
             self._opened += 1
             self._failovers += int(self._last_link not in (None, link))
             self._last_link = link
-            self._session = session
-            return
+            old, self._session = self._session, session
+            if old is not None:
+                self._given_up(old)
+            await session.over.wait()
 
     async def _ready_link(self) -> tuple[DrafterLink, Description]:
         while True:
@@ -250,7 +264,8 @@ class RemoteDrafts:
 
     def _given_up(self, session: _Session) -> None:
         """Whatever went wrong, the drafter may have the session."""
-        session.link.sessions -= 1
+        session.link.releasing += 1
+        session.link.part(session.over)
         self._pool.spawn(asyncio.create_task(_release(session)))
 
     async def _prefill(self, session: _Session) -> None:
@@ -316,3 +331,5 @@ async def _release(session: _Session) -> None:
         await session.link.stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
     except grpc.RpcError as error:
         _log.debug("release_failed", address=session.link.address, reason=str(from_rpc_error(error)))
+    finally:
+        session.link.released()

@@ -29,6 +29,7 @@ from target_service.config import TargetSettings
 from target_service.core import Target
 from target_service.engine import Engine
 from target_service.loading import load_target
+from target_service.resolver import Resolver
 from target_service.service import TargetService
 
 NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -92,7 +93,9 @@ class Running:
 
 
 @asynccontextmanager
-async def target_service(model: Path, *, drafters: Sequence[str] = (), **settings: Any) -> AsyncIterator[Running]:
+async def target_service(
+    model: Path, *, drafters: Sequence[str] = (), resolver: Resolver | None = None, **settings: Any
+) -> AsyncIterator[Running]:
     """Serves a saved model on a loopback port as the program does, without its signals."""
     lifecycle = Lifecycle(NAME, frozenset({"Generate"}))
     service = TargetService(lifecycle)
@@ -111,7 +114,7 @@ async def target_service(model: Path, *, drafters: Sequence[str] = (), **setting
         )  # type: ignore[call-arg]
         blas = BlasInfo(kind="reference", reason="test")
         loading = await stack.enter_async_context(AsyncExitStack())
-        service.target = await load_target(chosen, blas, compute, lifecycle.instance_id, loading)
+        service.target = await load_target(chosen, blas, compute, lifecycle.instance_id, loading, resolver=resolver)
         # Before the target goes, its streams do: as at the end of the program.
         loading.push_async_callback(server.stop, 0)
         await lifecycle.enter(State.SERVING)
@@ -245,13 +248,18 @@ class Program:
 
 
 @asynccontextmanager
-async def program(name: str, *flags: str, env: dict[str, str] | None = None) -> AsyncIterator[Program]:
-    """Starts a service; kills it if it is still there at the end. Port, log format and threads come from the environment."""
+async def program(
+    name: str, *flags: str, env: dict[str, str] | None = None, before: Sequence[str] = ()
+) -> AsyncIterator[Program]:
+    """Starts a service; kills it if it is still there at the end. Port, log format and threads come from the environment.
+
+    before: a command that runs the rest of its arguments in the end, as `env` does.
+    """
     usual = {"PORT": "0", "LOG_FORMAT": "json", "THREADS": "1"}
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DRAFTWIRE_")}
     environment = {**inherited, **{f"DRAFTWIRE_{key}": value for key, value in usual.items()}, **(env or {})}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", name, *flags,
+        *before, sys.executable, "-m", name, *flags,
         stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, env=environment,
     )  # fmt: skip
     running = Program(process)
