@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+
+if __name__ == "__main__" and sys.argv[1:2] == ["healthcheck"]:
+    # Before the other imports: it runs every few seconds.
+    from draftwire.healthcheck import main as healthcheck
+
+    sys.exit(healthcheck(sys.argv[2:], program="draft_service", port=50052))
+
+import asyncio
 from collections.abc import Sequence
 
 from draft_service.config import DraftSettings

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and sys.argv[1:2] == ["healthcheck"]:
+    # Before the other imports: it runs every few seconds.
+    from draftwire.healthcheck import main as healthcheck
+
+    sys.exit(healthcheck(sys.argv[2:], program="target_service", port=50051))
+
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
