@@ -32,12 +32,7 @@ def main(argv: Sequence[str], *, program: str, port: int, environ: Mapping[str, 
     try:
         tls = None
         if asked.tls_cert or asked.tls_ca:
-            # The service's own certificate also serves as the client's, where the service wants one.
-            ca = asked.tls_ca or asked.tls_cert
-            certificate = asked.tls_cert if asked.tls_key else None
-            tls = TLS.from_files(
-                ca=ca, certificate=certificate, key=asked.tls_key or None, server_name=asked.tls_server_name or None
-            )
+            tls = _tls(asked)
         status = _status(Endpoint(address=asked.address, tls=tls), asked.service, asked.timeout_s)
     except DraftwireError as error:
         print(f"{asked.address}: {error.message}", file=sys.stderr)
@@ -46,6 +41,19 @@ def main(argv: Sequence[str], *, program: str, port: int, environ: Mapping[str, 
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
     print(f"{asked.address}: {name}", file=sys.stdout if serving else sys.stderr)
     return 0 if serving else 1
+
+
+def _tls(asked: argparse.Namespace) -> TLS:
+    """Trusts the service's own certificate beside the authorities, which are those of its clients, and shows it too."""
+    authorities = TLS.from_files(ca=asked.tls_ca or None).ca or b""
+    own = TLS.from_files(ca=asked.tls_cert or None).ca or b""
+    shown = TLS.from_files(certificate=asked.tls_cert, key=asked.tls_key) if asked.tls_key else TLS()
+    return TLS(
+        ca=authorities + b"\n" + own,
+        certificate=shown.certificate,
+        key=shown.key,
+        server_name=asked.tls_server_name or None,
+    )
 
 
 def _status(
@@ -74,7 +82,7 @@ def _parser(program: str, port: int, env: Mapping[str, str]) -> argparse.Argumen
     parser.add_argument("--service", default="", help="full gRPC name to ask for; the whole process when empty")
     parser.add_argument("--timeout-s", type=_seconds, default=3.0, help="time for an answer (%(default)s)")
     for name, meaning in (
-        ("tls-ca", "PEM file of authorities to trust; --tls-cert itself when absent"),
+        ("tls-ca", "PEM file of authorities to trust beside --tls-cert itself"),
         ("tls-cert", "PEM file of the service's certificate; turns TLS on"),
         ("tls-key", "PEM file of its key, for a service that wants to know its clients"),
         ("tls-server-name", "name in the certificate, where it is not the host of the address"),

@@ -120,7 +120,10 @@ async def test_it_speaks_tls_with_what_the_service_itself_is_told(tmp_path: Path
         assert (await ask("target_service", env={**env, "DRAFTWIRE_TLS_SERVER_NAME": "target.internal"}))[0] == 0
         ca = {"DRAFTWIRE_TLS_CA": str(files["ca"])}
         assert (await ask("target_service", *named, env={**env, **ca}))[0] == 0
-        assert (await ask("target_service", *named, "--tls-ca", str(files["strange"]), env=env))[0] == 1
+        other = {"DRAFTWIRE_TLS_CA": str(files["strange"])}
+        assert (await ask("target_service", *named, env={**env, **other}))[0] == 0, "authorities are those of clients"
+        stranger_only = {"DRAFTWIRE_PORT": str(port), **other}
+        assert (await ask("target_service", *named, env=stranger_only))[0] == 1
         assert (await ask("target_service", env={"DRAFTWIRE_PORT": str(port)}))[0] == 1, "plain text"
     finally:
         await server.stop(None)

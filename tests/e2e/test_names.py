@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from e2e.namespaces import REFUSAL, Hosts, with_file
 from service.target_fixture import Program, program, until
 
 from client.services import free_port
@@ -19,42 +17,13 @@ from draftwire.aio_client import AsyncClient
 from draftwire.events import DrafterState
 from draftwire.testing_models import save_tiny_model
 
-
-def refusal() -> str:
-    """Why this machine has no mount namespaces of one's own; empty where it has."""
-    if os.name != "posix" or shutil.which("unshare") is None:
-        return "there is no unshare here"
-    if os.geteuid() != 0:
-        return "it needs root for a private mount namespace with its own /etc/hosts"
-    hosts = ["unshare", "--mount", "--propagation", "private", "mount", "--bind", "/etc/hosts", "/etc/hosts"]
-    done = subprocess.run(hosts, capture_output=True, text=True, check=False)
-    return f"no private mount namespace here: {done.stderr.strip()}" if done.returncode else ""
-
-
-REFUSAL = refusal()
 pytestmark = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
-
-
-class Hosts:
-    """What one name stands for, as a hosts file."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self._name = name
-        self.set()
-
-    def set(self, *hosts: str) -> None:
-        """Written in place: a bind mount is of the file, not of its path."""
-        lines = ["127.0.0.1 localhost", *(f"{host} {self._name}" for host in hosts)]
-        self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 @asynccontextmanager
 async def target_with(hosts: Path, *flags: str) -> AsyncIterator[Program]:
     """The target service as a process whose /etc/hosts is this file."""
-    script = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(hosts)]
-    async with program("target_service", *flags, before=inside) as running:
+    async with program("target_service", *flags, before=with_file(hosts)) as running:
         await running.until("state", state="serving")
         yield running
 
@@ -101,8 +70,7 @@ async def test_a_name_server_that_does_not_answer_does_not_hold_the_exit(tmp_pat
     silent = asyncio.DatagramProtocol()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_datagram_endpoint(lambda: silent, local_addr=("127.0.0.9", 53))
-    script = 'mount --bind "$1" /etc/resolv.conf && shift && exec "$@"'
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(resolv)]
+    inside = with_file(resolv, "/etc/resolv.conf")
     flags = ["--model", str(model), "--drafter", "dns:///draft.nowhere:1", "--drafter-resolve-s", "0.1"]
     try:
         async with program("target_service", *flags, before=inside) as running:
