@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
-SOURCES := draftwire target_service draft_service client tests benchmarks
+SOURCES := draftwire target_service draft_service client tests benchmarks soak
 
 .PHONY: demo test check unit bench soak protos check-protos format clean
 
@@ -23,6 +23,8 @@ test: $(VENV)/.dev
 	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
 	@echo "== everything else"
 	$(BIN)/python -m pytest -q -m "not exact" $(PARALLEL)
+	@echo "== a minute of abuse"
+	$(MAKE) soak SOAK_S=60
 
 check: $(VENV)/.dev check-protos
 	$(BIN)/ruff format --check $(SOURCES)
@@ -33,6 +35,12 @@ check: $(VENV)/.dev check-protos
 # make bench: lists the benchmarks. make bench NAME=lookup: runs one (see benchmarks/README.md).
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(NAME)
+
+# Ten minutes of abuse of real processes (see docs/deployment.md); `make soak SOAK_S=60` is the short one.
+SOAK_S ?= 600
+soak: $(VENV)/.dev
+	$(BIN)/draftwire models pull smollm2-135m
+	$(BIN)/python -m soak --seconds $(SOAK_S)
 
 protos: $(VENV)/.dev
 	cd protos && ../$(BIN)/buf format -w

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from draft_service.config import DraftSettings
 from draftwire.blas import BlasError, load_blas
 from draftwire.logs import configure, get_logger
-from draftwire.serving import tune_interpreter
+from draftwire.serving import leave, tune_interpreter
 from draftwire.settings import parse
 
 
@@ -46,4 +46,4 @@ def _load_blas(settings: DraftSettings) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

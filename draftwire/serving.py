@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -143,6 +146,18 @@ class Signals:
 
     def _received(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process whose work is done and whose threads are joined, without taking its modules apart.
+
+    That takes up to a second where torch has been imported (transformers does it if it is there), which is the grace of whoever
+    sent the SIGTERM.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def tune_interpreter() -> None:

@@ -21,7 +21,7 @@ from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
 from draftwire.logs import configure, get_logger
 from draftwire.models import ModelError
-from draftwire.serving import Lifecycle, Signals, State, drain, listen, tune_interpreter, watch
+from draftwire.serving import Lifecycle, Signals, State, drain, leave, listen, tune_interpreter, watch
 from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
@@ -109,3 +109,4 @@ def _leave_after(seconds: float, leave: Callable[[int], None] = os._exit) -> Non
 
 if __name__ == "__main__":
     main()
+    leave(0)
