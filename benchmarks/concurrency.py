@@ -28,6 +28,8 @@ LEVELS: Final = (1, 2, 4, 8, 16)
 _BAR_LEVEL: Final = 8
 _REPEATS: Final = 3
 _TOKENS: Final = 128
+_ROUNDS: Final = 2
+"""Requests a stream makes, one after the other."""
 _DRAFT_LAYERS: Final = 25
 _CHAT_ARMS: Final = ("ours", "ours, no drafts", "mlx_lm.server")
 _COPY_ARMS: Final = ("ours, copies", "mlx_lm.server, copies")
@@ -62,13 +64,14 @@ def _tasks() -> Iterator[_Task]:
     for streams in LEVELS:
         repeats = _REPEATS if streams == _BAR_LEVEL else 1
         for repeat in range(repeats):
-            turns = tuple(islice(chat, max(2, streams)))
+            turns = tuple(islice(chat, _ROUNDS * streams))
             order = _CHAT_ARMS if repeat % 2 == 0 else tuple(reversed(_CHAT_ARMS))
             yield from (_Task(arm, streams, turns) for arm in order)
             if streams in (1, _BAR_LEVEL) and repeat == 0:
-                yield _Task(_DRAFT_ARM, streams, turns)
+                # It takes one request at a time: as many requests as streams say the same.
+                yield _Task(_DRAFT_ARM, streams, turns[:streams])
             if streams == _BAR_LEVEL and repeat < 2:
-                turns = tuple(islice(copy, streams))
+                turns = tuple(islice(copy, _ROUNDS * streams))
                 yield from (_Task(arm, streams, turns) for arm in _COPY_ARMS)
 
 
@@ -140,7 +143,7 @@ def _report(crowds: Mapping[tuple[str, int], list[Crowd]], threads: int) -> Repo
             "temperature": 0,
             "drafter": "lookup, auto",
             "draft model of mlx_lm.server": f"{_DRAFT_LAYERS} layers of {MODEL}",
-            "loop": "closed, as many requests as streams (2 for one stream)",
+            "loop": f"closed, {_ROUNDS} requests a stream",
         },
         columns=["arm", "streams", "tok/s", "first p50 ms", "first p99 ms", "gap p50 ms", "gap p99 ms"],
         rows=rows,

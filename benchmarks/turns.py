@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import permutations
 
 from benchmarks.prompts import COPY_HEAVY
 
@@ -28,10 +29,11 @@ def chats() -> Iterator[str]:
 
 
 def copies() -> Iterator[str]:
-    """Copy-heavy turns: the sentences or lines of each text in another order, as often as it has some."""
-    for turn in range(4):
-        for text in COPY_HEAVY.values():
-            ask, _, body = text.partition("\n\n")
-            separator = "\n" if "\n" in body else " "
-            parts = body.split("\n") if "\n" in body else re.split(r"(?<=\.) ", body)
-            yield f"{ask}\n\n{separator.join(parts[turn:] + parts[:turn])}"
+    """Copy-heavy turns, 42 different ones: five sentences in a row of our texts, about as long as an answer may be."""
+    bodies = [turn.partition("\n\n")[2] for turn in COPY_HEAVY.values()]
+    texts: dict[str, None] = {}
+    for order in permutations([body for body in bodies if "\n" not in body]):
+        sentences = [sentence for body in order for sentence in re.split(r"(?<=\.) ", body)]
+        texts |= dict.fromkeys(" ".join([*sentences, *sentences][at : at + 5]) for at in range(len(sentences)))
+    for ask in ("Repeat the following text exactly, word for word:", "Copy this text exactly as it is:"):
+        yield from (f"{ask}\n\n{text}" for text in texts)
