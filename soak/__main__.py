@@ -137,7 +137,7 @@ class Soak:
 
     async def _drafts_again(self) -> bool:
         """Whether drafts of the twin are accepted: of several requests at once, each drafter has some."""
-        request = {
+        request: dict[str, Any] = {
             "prompt": "on and on",
             "max_tokens": 200,
             "ignore_eos": True,
