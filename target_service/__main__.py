@@ -12,6 +12,7 @@ from typing import Any
 
 from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
+from draftwire.guard import guard_of
 from draftwire.logs import configure, get_logger
 from draftwire.models import ModelError
 from draftwire.serving import Lifecycle, Signals, State, drain, listen, tune_interpreter, watch
@@ -46,15 +47,16 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     signals = Signals()
     # Late: these import mlx, which must find the BLAS in place.
     from target_service.loading import load_target
-    from target_service.service import TargetService
+    from target_service.service import FaceOptions, TargetService
 
     lifecycle = Lifecycle(_SERVICE, frozenset({"Generate"}))
-    service = TargetService(lifecycle)
+    service = TargetService(lifecycle, FaceOptions.of(settings))
     server, _ = await listen(
         lifecycle,
         settings.host,
         settings.port,
         lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
+        guard_of(settings),
     )
     compute = ComputeThread()
     try:

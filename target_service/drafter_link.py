@@ -6,7 +6,7 @@ import asyncio
 import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
@@ -16,23 +16,12 @@ from draftwire.errors import DraftwireError
 from draftwire.logs import get_logger
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION
-from draftwire.v1 import draft_pb2, draft_pb2_grpc
-from draftwire.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, from_rpc_error
+from draftwire.v1 import draft_pb2
+from draftwire.wire import PROTOCOL_VERSION, from_rpc_error
+from target_service.drafter_channel import DraftCalls, DrafterCredentials
 
 _log = get_logger("drafters")
 
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's back-off
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Replies are a few ids. Reading a large one would hold the event loop, each round anew.
-    ("grpc.max_receive_message_length", 256 * 1024),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
 _DESCRIBE_TIMEOUT_S = 2.0
 _FAILURES_TO_OPEN = 3
 _FIRST_PAUSE_S = 0.1
@@ -73,6 +62,8 @@ class Identity:
     instance_id: str
     fingerprint: str
     """Tokenizer fingerprint."""
+    credentials: DrafterCredentials = field(default_factory=DrafterCredentials)
+    """How it connects, and shows who it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +100,7 @@ class DrafterLink:
         self._failures = 0
         self._rpc_s: deque[float] = deque(maxlen=256)
         self._recheck = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
-        self.stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
+        self.stub = DraftCalls(address, identity.credentials)
 
     @property
     def rpc_p50_s(self) -> float | None:
@@ -136,7 +126,7 @@ class DrafterLink:
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self.stub.close()
 
     def succeeded(self, seconds: float) -> None:
         """A Draft call was answered."""
@@ -166,6 +156,7 @@ class DrafterLink:
         await asyncio.sleep(_FIRST_PAUSE_S)
 
     async def _describe(self) -> None:
+        await self.stub.renew()
         request = draft_pb2.DescribeRequest(
             protocol_version=PROTOCOL_VERSION, target_instance_id=self._identity.instance_id
         )

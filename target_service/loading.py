@@ -15,9 +15,11 @@ from draftwire.tokenizer import Tokenizer
 from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
 from target_service.core import Target, TargetParts
+from target_service.drafter_channel import DrafterCredentials
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
+from target_service.limits import RequestLimits
 from target_service.requests import Defaults
 from target_service.scheduler import Limits
 
@@ -29,9 +31,11 @@ _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32)
 async def load_target(
     settings: TargetSettings, blas: BlasInfo, compute: ComputeThread, instance_id: str, stack: AsyncExitStack
 ) -> Target:
-    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError."""
+    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError, and OSError for files."""
     from draftwire.lm import load_model
 
+    credentials = _credentials(settings)
+    credentials.checked()
     cache_dir = settings.cache_dir or default_cache_dir()
     loaded = await compute.run(
         lambda: load_model(
@@ -63,7 +67,7 @@ async def load_target(
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
-    identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint)
+    identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint, credentials=credentials)
     pool = await stack.enter_async_context(DrafterPool(settings.drafter, identity))
     threads = f", {blas.threads} threads" if blas.threads else ""
     parts = TargetParts(
@@ -101,10 +105,30 @@ def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenize
         context_length=loaded.context_length,
         width=min(loaded.head_width, tokenizer.size),
         end_ids=tokenizer.end_ids(loaded.path),
-        max_tokens=settings.max_tokens,
+        max_tokens=min(settings.max_tokens, settings.max_output_tokens or settings.max_tokens),
         temperature=settings.temp,
         drafting=settings.drafting,
         num_draft_tokens=settings.num_draft_tokens,
+        limits=RequestLimits(
+            max_prompt_bytes=settings.max_prompt_bytes,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_output_tokens=settings.max_output_tokens,
+            max_stops=settings.max_stops,
+            max_stop_chars=settings.max_stop_chars,
+            max_stop_token_ids=settings.max_stop_token_ids,
+            max_logit_bias=settings.max_logit_bias,
+        ),
+    )
+
+
+def _credentials(settings: TargetSettings) -> DrafterCredentials:
+    return DrafterCredentials(
+        ca=settings.drafter_tls_ca,
+        certificate=settings.drafter_tls_cert,
+        key=settings.drafter_tls_key,
+        server_name=settings.drafter_tls_server_name,
+        token_file=settings.drafter_token_file,
+        max_message_bytes=settings.max_message_bytes,
     )
 
 
@@ -118,6 +142,7 @@ def _limits(settings: TargetSettings, loaded: LoadedModel, forward_s: float) -> 
         state_bytes=2 * loaded.state_bytes,
         prefill_step_size=settings.prefill_step_size,
         crowd_patience_s=forward_s / 2,
+        max_running_per_client=settings.running_per_client,
     )
 
 
