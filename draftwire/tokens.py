@@ -22,6 +22,7 @@ PREFIX: Final = "dw_"
 """Of tokens made here, so that scanners of leaked secrets can know one."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_BAD_NAME = "a name begins with a letter or digit and has at most 64 letters, digits and . _ @ -"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -64,9 +65,9 @@ def digest_of(token: str) -> bytes:
 
 def line_of(name: str, roles: Iterable[Role], token: str) -> str:
     """The line of a token file that grants `roles` to the holder of `token`. Raises TokenFileError for a bad name."""
-    line = f"{name} {','.join(sorted(set(roles)))} sha256:{digest_of(token).hex()}"
-    parse_grants(line)
-    return line
+    if not _NAME.fullmatch(name):
+        raise TokenFileError(_BAD_NAME)
+    return f"{name} {','.join(sorted(set(roles)))} sha256:{digest_of(token).hex()}"
 
 
 def find(grants: Sequence[Grant], token: str) -> Grant | None:
@@ -101,7 +102,7 @@ def _grant(words: Sequence[str], where: str) -> Grant:
         raise TokenFileError(f"{where} has {len(words)} words, expected 3: NAME ROLE[,ROLE] sha256:HEX or cert:NAME")
     name, roles, secret = words
     if not _NAME.fullmatch(name):
-        raise TokenFileError(f"{where}: a name has 1 to 64 letters, digits and . _ @ -")
+        raise TokenFileError(f"{where}: {_BAD_NAME}")
     try:
         granted = frozenset(Role(role) for role in roles.split(","))
     except ValueError:

@@ -47,6 +47,7 @@ async def draft_service(
     max_draft_tokens: int = 16,
     guard: Guard | None = None,
     max_calls: int = 256,
+    log_prompts: bool = False,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     """Serves a source on a loopback port, as the program does; lookup unless told otherwise."""
@@ -54,7 +55,11 @@ async def draft_service(
     session_limits = SessionLimits(**values)
     lifecycle = Lifecycle(service.SERVICE_NAME, service.NEW_WORK)
     servicer = service.DraftServicer(
-        lifecycle.instance_id, session_limits, max_draft_tokens=max_draft_tokens, max_calls=max_calls
+        lifecycle.instance_id,
+        session_limits,
+        max_draft_tokens=max_draft_tokens,
+        max_calls=max_calls,
+        log_prompts=log_prompts,
     )
     server, port = await listen(lifecycle, "127.0.0.1", 0, lambda server: service.register(servicer, server), guard)
     rounds = Rounds(

@@ -25,8 +25,8 @@ from conftest_draft import (
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draftwire.access import owner_of
 from draft_service.sources.lookup import LookupSource
+from draftwire.access import owner_of
 from draftwire.errors import (
     DraftwireError,
     FailedPrecondition,
