@@ -19,6 +19,7 @@ from draftwire.serving import Lifecycle, Signals, State, drain, listen, tune_int
 from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
+from target_service.drafter_channel import credentials_of
 
 _log = get_logger("target")
 _CLOSE_S = 5.0
@@ -45,6 +46,9 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     """The life of the process. Raises ModelError where the model cannot be loaded, OSError where the port is taken."""
     # First: importing takes a while, in which a SIGTERM must not kill.
     signals = Signals()
+    # Before anything that takes long: a slip in a file's name is told at once.
+    credentials_of(settings).checked()
+    guard = guard_of(settings)
     # Late: these import mlx, which must find the BLAS in place.
     from target_service.loading import load_target
     from target_service.service import FaceOptions, TargetService
@@ -56,7 +60,7 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
         settings.host,
         settings.port,
         lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
-        guard_of(settings),
+        guard,
     )
     compute = ComputeThread()
     try:

@@ -20,7 +20,9 @@ class TargetSettings(ServiceSettings):
     model: str = Field("smollm2-135m", description="Bundled name, mlx-lm model directory, or Hugging Face id.")
     revision: str | None = Field(None, description="Revision of a Hugging Face model.")
     context_length: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Longest text in tokens, prompt and output together; the model's own limit when absent."
+        None,
+        description="Longest text in tokens, prompt and output together; the model's own limit when absent.",
+        json_schema_extra=refuses("CONTEXT_LENGTH_EXCEEDED", "INVALID_ARGUMENT"),
     )
     port: Port = Field(50051, description="Port to listen on; 0 lets the system choose.")
     drafter: Annotated[list[str], NoDecode] = Field(

@@ -15,6 +15,7 @@ from draftwire.files import Stamp, open_to_others, stamp_of
 from draftwire.logs import get_logger
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.wire import MAX_MESSAGE_BYTES, invalid
+from target_service.config import TargetSettings
 
 _log = get_logger("drafters")
 
@@ -74,6 +75,18 @@ class DrafterCredentials:
         for path in (self.key, self.token_file):
             if path is not None and open_to_others(path):
                 _log.warning("file_open_to_others", path=str(path), remedy="chmod 600")
+
+
+def credentials_of(settings: TargetSettings) -> DrafterCredentials:
+    """Those that the settings name."""
+    return DrafterCredentials(
+        ca=settings.drafter_tls_ca,
+        certificate=settings.drafter_tls_cert,
+        key=settings.drafter_tls_key,
+        server_name=settings.drafter_tls_server_name,
+        token_file=settings.drafter_token_file,
+        max_message_bytes=settings.max_message_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

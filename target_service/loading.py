@@ -15,7 +15,7 @@ from draftwire.tokenizer import Tokenizer
 from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
 from target_service.core import Target, TargetParts
-from target_service.drafter_channel import DrafterCredentials
+from target_service.drafter_channel import credentials_of
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
@@ -31,11 +31,9 @@ _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32)
 async def load_target(
     settings: TargetSettings, blas: BlasInfo, compute: ComputeThread, instance_id: str, stack: AsyncExitStack
 ) -> Target:
-    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError, and OSError for files."""
+    """A target that is warm and whose round loop runs until `stack` is closed. Raises ModelError."""
     from draftwire.lm import load_model
 
-    credentials = _credentials(settings)
-    credentials.checked()
     cache_dir = settings.cache_dir or default_cache_dir()
     loaded = await compute.run(
         lambda: load_model(
@@ -67,7 +65,9 @@ async def load_target(
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
-    identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint, credentials=credentials)
+    identity = Identity(
+        instance_id=instance_id, fingerprint=tokenizer.fingerprint, credentials=credentials_of(settings)
+    )
     pool = await stack.enter_async_context(DrafterPool(settings.drafter, identity))
     threads = f", {blas.threads} threads" if blas.threads else ""
     parts = TargetParts(
@@ -118,17 +118,6 @@ def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenize
             max_stop_token_ids=settings.max_stop_token_ids,
             max_logit_bias=settings.max_logit_bias,
         ),
-    )
-
-
-def _credentials(settings: TargetSettings) -> DrafterCredentials:
-    return DrafterCredentials(
-        ca=settings.drafter_tls_ca,
-        certificate=settings.drafter_tls_cert,
-        key=settings.drafter_tls_key,
-        server_name=settings.drafter_tls_server_name,
-        token_file=settings.drafter_token_file,
-        max_message_bytes=settings.max_message_bytes,
     )
 
 

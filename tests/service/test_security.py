@@ -32,6 +32,7 @@ from draftwire.server_tls import ServerTLS, ServerTLSFiles, TLSError
 from draftwire.testing_models import save_tiny_model
 from draftwire.tokens import Role
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
+from draftwire.v1 import target_pb2 as pb
 from draftwire.wire import from_rpc_error
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
