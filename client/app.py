@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from client import demo, doctor, generate, models, show, up
+from client import demo, doctor, generate, models, show, token, up
 from client.console import EXIT_CODES, GuardedGroup
 from client.flags import grouped
 
@@ -17,7 +17,7 @@ def build_app() -> typer.Typer:
     """A new typer application."""
     app = typer.Typer(cls=GuardedGroup, help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_options)
-    app.command()(up.up)
+    app.command()(grouped(up.up))
     app.command()(grouped(generate.generate))
     app.command()(grouped(generate.chat))
     app.command()(grouped(show.info))
@@ -29,6 +29,10 @@ def build_app() -> typer.Typer:
     catalogue.command("list")(models.list_models)
     catalogue.command("pull")(models.pull)
     app.add_typer(catalogue, name="models")
+    tokens = typer.Typer(help="Bearer tokens for --token-file.", no_args_is_help=True)
+    tokens.callback()(_tokens)
+    tokens.command("new")(token.new)
+    app.add_typer(tokens, name="token")
     return app
 
 
@@ -38,6 +42,10 @@ def _print_version(wanted: bool) -> None:
 
         print(f"draftwire {draftwire.__version__}")
         raise typer.Exit
+
+
+def _tokens() -> None:
+    """Bearer tokens for --token-file."""
 
 
 def _options(

@@ -84,6 +84,6 @@ def _remedy(error: DraftwireError) -> str | None:
         case Unavailable(reason="UNAVAILABLE"):
             return "is it running? start it with: draftwire up"
         case Unauthenticated():
-            return "give --token or set DRAFTWIRE_TOKEN"
+            return "give --token-file or set DRAFTWIRE_TOKEN"
         case _:
             return None

@@ -12,6 +12,7 @@ import typer
 from draftwire.channels import TLS
 from draftwire.client import Client
 from draftwire.request import GenerateOptions
+from draftwire.wire import MAX_MESSAGE_BYTES
 
 Texts: TypeAlias = list[str] | None
 SAMPLING = "Sampling"
@@ -20,6 +21,10 @@ DRAFTS = "Drafts and caches"
 CONSTRAINT = "Constraint"
 CONNECTION = "Connection"
 OUTPUT = "Output"
+SECURITY = "Security"
+_TOKEN = "DRAFTWIRE_TOKEN"
+# Not DRAFTWIRE_TLS_...: the services read those, also as children of `up`.
+_TLS = "DRAFTWIRE_CLIENT_TLS_"
 
 
 class Drafting(StrEnum):
@@ -47,22 +52,102 @@ class Connection:
             "host:port of the target service.", CONNECTION, "--address", "-a", envvar="DRAFTWIRE_ADDRESS", show=True
         ),
     ] = "127.0.0.1:50051"
-    token: Annotated[str | None, option("Bearer token.", CONNECTION, envvar="DRAFTWIRE_TOKEN")] = None
-    tls_ca: Annotated[Path | None, option("PEM file of authorities to trust; turns TLS on.", CONNECTION)] = None
-    tls_cert: Annotated[Path | None, option("PEM file of the client's certificate.", CONNECTION)] = None
-    tls_key: Annotated[Path | None, option("PEM file of the client's key.", CONNECTION)] = None
-    tls_server_name: Annotated[str | None, option("Name in the server's certificate.", CONNECTION)] = None
+    token: Annotated[
+        str | None,
+        option("Bearer token. Others see arguments: prefer the variable or --token-file.", CONNECTION, envvar=_TOKEN),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        option("File with the bearer token and nothing else.", CONNECTION, envvar="DRAFTWIRE_CLIENT_TOKEN_FILE"),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        option("PEM file of authorities to trust; turns TLS on.", CONNECTION, envvar=_TLS + "CA"),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, option("PEM file of the client's certificate.", CONNECTION, envvar=_TLS + "CERT")
+    ] = None
+    tls_key: Annotated[Path | None, option("PEM file of the client's key.", CONNECTION, envvar=_TLS + "KEY")] = None
+    tls_server_name: Annotated[
+        str | None, option("Name in the server's certificate.", CONNECTION, envvar=_TLS + "SERVER_NAME")
+    ] = None
     timeout: Annotated[float | None, option("Deadline of each call, in seconds.", CONNECTION)] = None
+    max_message_bytes: Annotated[int, option("Most bytes of one message, sent or received.", CONNECTION, show=True)] = (
+        MAX_MESSAGE_BYTES
+    )
 
     def client(self) -> Client:
         """A client for it."""
-        files = (self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
-        tls = None
-        if any(files):
-            tls = TLS.from_files(
-                ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name
-            )
-        return Client(self.address, tls=tls, token=self.token, timeout_s=self.timeout)
+        return Client(
+            self.address,
+            tls=tls_of(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name),
+            token=token_of(self.token, self.token_file),
+            timeout_s=self.timeout,
+            max_message_bytes=self.max_message_bytes,
+        )
+
+
+def tls_of(*, ca: Path | None, cert: Path | None, key: Path | None, server_name: str | None) -> TLS | None:
+    """TLS where any of its flags was given."""
+    if not any((ca, cert, key, server_name)):
+        return None
+    return TLS.from_files(ca=ca, certificate=cert, key=key, server_name=server_name)
+
+
+def token_of(token: str | None, file: Path | None) -> str | None:
+    """The token itself, of whichever flag was given."""
+    if token is not None and file is not None:
+        raise typer.BadParameter("--token (or DRAFTWIRE_TOKEN) and --token-file exclude each other")
+    found = _text(file, "--token-file")
+    return token if found is None else found.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """How the target service of `up` is guarded, and how `up` itself looks whether it serves."""
+
+    tls_cert: Annotated[Path | None, option("PEM file of the target service's certificate.", SECURITY)] = None
+    tls_key: Annotated[Path | None, option("PEM file of its key.", SECURITY)] = None
+    tls_ca: Annotated[
+        Path | None, option("PEM file of authorities that clients' certificates must come from.", SECURITY)
+    ] = None
+    token_file: Annotated[Path | None, option("File of names, roles and hashed tokens.", SECURITY)] = None
+    insecure: Annotated[
+        bool, option("Allows a --host that other machines reach, without TLS.", SECURITY, "--insecure")
+    ] = False
+    client_tls_ca: Annotated[
+        Path | None,
+        option("Authorities that `up` trusts; --tls-cert itself when absent.", SECURITY, envvar=_TLS + "CA"),
+    ] = None
+    client_tls_cert: Annotated[
+        Path | None, option("Certificate that `up` shows, with --tls-ca.", SECURITY, envvar=_TLS + "CERT")
+    ] = None
+    client_tls_key: Annotated[Path | None, option("Its key.", SECURITY, envvar=_TLS + "KEY")] = None
+    client_tls_server_name: Annotated[
+        str | None, option("Name in --tls-cert, where it is not the host.", SECURITY, envvar=_TLS + "SERVER_NAME")
+    ] = None
+
+    def arguments(self) -> tuple[str, ...]:
+        """Flags of the target service."""
+        files = (
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
+            ("--tls-ca", self.tls_ca),
+            ("--token-file", self.token_file),
+        )
+        given = [word for flag, path in files if path is not None for word in (flag, str(path))]
+        return (*given, "--insecure") if self.insecure else tuple(given)
+
+    def client_tls(self) -> TLS | None:
+        """How to reach it. Raises InvalidRequest naming a file that cannot be read."""
+        if self.tls_cert is None:
+            return None
+        return tls_of(
+            ca=self.client_tls_ca or self.tls_cert,
+            cert=self.client_tls_cert,
+            key=self.client_tls_key,
+            server_name=self.client_tls_server_name,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

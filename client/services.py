@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Final, Literal, Self, TextIO, TypeAlias
 
 from client.process import ChildProcess, Sink
+from draftwire.channels import TLS
 from draftwire.client import Client
-from draftwire.errors import DeadlineExceeded, Unavailable
+from draftwire.errors import DeadlineExceeded, PermissionDenied, Unauthenticated, Unavailable
 from draftwire.events import DrafterState, Health
 
 DrafterKind: TypeAlias = Literal["lookup", "model", "none"]
@@ -46,6 +47,10 @@ class ServicesConfig:
     target_arguments: tuple[str, ...] = ()
     draft_arguments: tuple[str, ...] = ()
     """More flags of the services."""
+    client_tls: TLS | None = None
+    """How the target service is reached from here."""
+    client_token: str | None = field(default=None, repr=False)
+    """Shown to the target service; with the role admin, starting also waits for the drafter."""
     ready_timeout_s: float = 180.0
     python: str = sys.executable
     """Interpreter that runs the services."""
@@ -122,8 +127,8 @@ class Services:
                 self._drafter = self._spawn("drafter", self._drafter_argv())
             self._target = self._spawn("target", self._target_argv())
             if self._drafter is not None:
-                self._await_serving(self._drafter, self.drafter_address)
-            self._await_serving(self._target, self.target_address)
+                self._await_serving(self._drafter, Client(self.drafter_address))
+            self._await_serving(self._target, self._target_client())
             if self._drafter is not None:
                 self._await_link()
         except BaseException:
@@ -161,7 +166,7 @@ class Services:
         drafter = self._running_drafter()
         drafter.stop(_STOP_S)
         self._drafter = self._spawn("drafter", self._drafter_argv())
-        self._await_serving(self._drafter, self.drafter_address)
+        self._await_serving(self._drafter, Client(self.drafter_address))
 
     def __enter__(self) -> Self:
         self.start()
@@ -227,10 +232,13 @@ class Services:
             argv += ["--num-draft-tokens", str(self.config.num_draft_tokens)]
         return [*argv, *self.config.target_arguments]
 
-    def _await_serving(self, process: ChildProcess, address: str) -> None:
+    def _target_client(self) -> Client:
+        return Client(self.target_address, tls=self.config.client_tls, token=self.config.client_token)
+
+    def _await_serving(self, process: ChildProcess, client: Client) -> None:
         deadline_s = time.monotonic() + self.config.ready_timeout_s
         self._progress(process.name, "loading")
-        with Client(address) as client:
+        with client:
             while time.monotonic() < deadline_s:
                 process.check()
                 with suppress(Unavailable, DeadlineExceeded):
@@ -245,9 +253,13 @@ class Services:
     def _await_link(self) -> None:
         """Waits a while for the target to describe its drafter. Not longer: a target serves without one as well."""
         deadline_s = time.monotonic() + _LINK_S
-        with Client(self.target_address) as client:
+        with self._target_client() as client:
             while time.monotonic() < deadline_s:
-                if any(drafter.state is DrafterState.READY for drafter in client.drafters()):
+                try:
+                    if any(drafter.state is DrafterState.READY for drafter in client.drafters()):
+                        return
+                except (Unauthenticated, PermissionDenied):
+                    # Who has no token for it may start services all the same.
                     return
                 time.sleep(_POLL_S)
         self._progress("target", "serving, without its drafter")

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from client.console import stderr, stdout
 from client.models import ensure
+from client.options import Listening
 from client.services import Services, ServicesConfig
 
 
@@ -26,6 +27,10 @@ def up(
     host: Annotated[str, typer.Option(help="Address on which the target service listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the target service; 0 takes a free one.")] = 50051,
     threads: Annotated[int | None, typer.Option(help="Threads of both services together.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Token that `up` itself shows to the target.", envvar="DRAFTWIRE_TOKEN")
+    ] = None,
+    listening: Listening,
 ) -> None:
     """Starts a draft service and a target service, and stops both at Ctrl-C."""
     if lookup and draft_model is not None:
@@ -43,6 +48,9 @@ def up(
         port=port,
         threads=threads,
         log_format="console",
+        target_arguments=listening.arguments(),
+        client_tls=listening.client_tls(),
+        client_token=token,
     )
     with terminated_like_interrupted(), suppressed_interrupt():
         _serve(config)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from draftwire.settings import Port, Seconds, ServiceSettings
+from draftwire.settings import Port, Seconds, ServiceSettings, refuses
 
 SourceKind = Literal["lookup", "model"]
 Count = Annotated[int, Field(ge=1)]
@@ -26,10 +26,34 @@ class DraftSettings(ServiceSettings):
     cache_dir: Path | None = Field(None, description="Where bundled models lie; draftwire's own folder when absent.")
     num_draft_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Most ids that one Draft returns.")
     lookup_min_match: Count = Field(2, description="Shortest match, in tokens, that lookup copies from.")
-    session_limit: Count = Field(256, description="Most sessions that are open at once.")
-    kv_bytes_limit: Count = Field(2 * 1024**3, description="Most bytes of KV cache (or index) of all sessions.")
-    lease_s: Seconds = Field(60.0, description="Idle time after which a session may be dropped, in seconds.")
-    max_lease_s: Seconds = Field(600.0, description="Longest lease that a target can ask for, in seconds.")
+    session_limit: Count = Field(
+        256, description="Most sessions that are open at once.", json_schema_extra=refuses("SESSION_LIMIT")
+    )
+    sessions_per_target: Count | None = Field(
+        None,
+        description="Most sessions that one target has open at once; as many as there may be when absent.",
+        json_schema_extra=refuses("OWNER_LIMIT"),
+    )
+    kv_bytes_limit: Count = Field(
+        2 * 1024**3,
+        description="Most bytes of KV cache (or index) of all sessions.",
+        json_schema_extra=refuses("KV_BUDGET"),
+    )
+    max_calls: Count = Field(
+        256,
+        description="Calls that may run or wait at once; more are refused.",
+        json_schema_extra=refuses("QUEUE_FULL"),
+    )
+    lease_s: Seconds = Field(
+        60.0,
+        description="Idle time after which a session may be dropped, in seconds.",
+        json_schema_extra=refuses("SESSION_UNKNOWN", "NOT_FOUND"),
+    )
+    max_lease_s: Seconds = Field(
+        600.0,
+        description="Longest lease that a target can ask for, in seconds; a longer wish gets this.",
+        json_schema_extra=refuses("SESSION_UNKNOWN", "NOT_FOUND"),
+    )
     prefill_step_size: Count = Field(256, description="Tokens computed at a time, between other sessions' drafts.")
     context_length: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Longest text to draft for, in tokens; the model's own limit when absent."

@@ -18,6 +18,7 @@ from draft_service.sessions import SessionLimits, SessionTable
 from draft_service.sources.base import Source, SourceError
 from draft_service.sources.lookup import InlineRunner, LookupSource
 from draftwire.compute import ComputeThread
+from draftwire.guard import guard_of
 from draftwire.logs import get_logger
 from draftwire.models import ModelError
 from draftwire.serving import Lifecycle, Signals, State, drain, listen, watch
@@ -40,9 +41,15 @@ class DraftProgram:
             kv_bytes=settings.kv_bytes_limit,
             lease_s=min(settings.lease_s, settings.max_lease_s),
             max_lease_s=settings.max_lease_s,
+            sessions_per_owner=settings.sessions_per_target,
         )
         self._servicer = service.DraftServicer(
-            self._lifecycle.instance_id, self._limits, max_draft_tokens=settings.num_draft_tokens
+            self._lifecycle.instance_id,
+            self._limits,
+            max_draft_tokens=settings.num_draft_tokens,
+            max_calls=settings.max_calls,
+            max_message_bytes=settings.max_message_bytes,
+            log_prompts=settings.log_prompts,
         )
         self._compute = ComputeThread() if settings.source_kind == "model" else None
         self._source: Source | None = None
@@ -55,6 +62,7 @@ class DraftProgram:
                 self._settings.host,
                 self._settings.port,
                 lambda server: service.register(self._servicer, server),
+                guard_of(self._settings),
             )
             return await self._load_and_serve(server)
         except OSError as error:

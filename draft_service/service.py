@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -13,7 +14,9 @@ from draft_service.calls import Outcome
 from draft_service.history import History
 from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits
-from draftwire.errors import FailedPrecondition
+from draftwire.access import owner_of
+from draftwire.errors import FailedPrecondition, Overloaded
+from draftwire.logs import beginning, get_logger
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
@@ -23,29 +26,30 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 NEW_WORK = frozenset({"Prefill"})
 """Methods that begin something, refused while draining."""
 
-_SHARED_OWNER = "insecure"
-
-
-class Peer(Protocol):
-    """The part of a gRPC context that tells who calls."""
-
-    def peer_identities(self) -> Any:
-        """The authenticated names, or None."""
-
-
-def owner_of(context: Peer) -> str:
-    """Who owns what this call opens: the authenticated peer. Without TLS, all callers share one owner."""
-    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
-    return "tls:" + "\n".join(sorted(names)) if names else _SHARED_OWNER
+_log = get_logger("draft_service")
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """The draft service. The gate in front of it lets no call but health through before `ready`."""
 
-    def __init__(self, instance_id: str, limits: SessionLimits, *, max_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        limits: SessionLimits,
+        *,
+        max_draft_tokens: int,
+        max_calls: int = 256,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        log_prompts: bool = False,
+    ) -> None:
+        """max_calls: Prefill and Draft calls that may run or wait at once."""
         self._instance_id = instance_id
         self._limits = limits
         self._max_draft_tokens = max_draft_tokens
+        self._max_calls = max_calls
+        self._max_message_bytes = max_message_bytes
+        self._log_prompts = log_prompts
+        self._calls = 0
         self._rounds: Rounds | None = None
 
     def ready(self, rounds: Rounds) -> None:
@@ -71,7 +75,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             noise_versions=[NOISE_VERSION] if source.draws else [],
             sampler_versions=[SAMPLER_VERSION] if source.draws else [],
             weights_bytes=source.weights_bytes,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=self._max_message_bytes,
             max_lease=to_duration(self._limits.max_lease_s),
             load=self._load(),
         )
@@ -81,10 +85,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> draft_pb2.PrefillResponse:
         """Reads the whole stream, then opens the session: a stream that breaks off has changed nothing."""
         owner, rounds = owner_of(context), self._ready
-        opening, history = await self._read_prefill(owner, request_iterator)
-        outcome = await rounds.prefill(
-            owner, opening.session_id, spec=opening.spec, history=history, lease_s=opening.lease_s
-        )
+        with self._counted():
+            opening, history = await self._read_prefill(owner, request_iterator)
+            if self._log_prompts:
+                _log.info("prompt", session_id=opening.session_id, **beginning("", history.since(0)))
+            outcome = await rounds.prefill(
+                owner, opening.session_id, spec=opening.spec, history=history, lease_s=opening.lease_s
+            )
         return draft_pb2.PrefillResponse(
             instance_id=self._instance_id,
             committed_length=outcome.committed_length,
@@ -98,7 +105,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Commits and drafts."""
         rounds = self._ready
         asked = requests.read_draft(request, rounds.source.tokenizer_size)
-        outcome = await rounds.draft(owner_of(context), asked)
+        with self._counted():
+            outcome = await rounds.draft(owner_of(context), asked)
         guess = outcome.guess
         return draft_pb2.DraftResponse(
             instance_id=self._instance_id,
@@ -159,6 +167,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise invalid("part", "is missing: the stream was empty, expected open first", reason="FIELD_REQUIRED")
         return opening, History() if history is None else history
 
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Raises Overloaded (QUEUE_FULL) where so many calls run or wait that this one would only wait in vain."""
+        if self._calls >= self._max_calls:
+            raise Overloaded(f"{self._calls} calls run or wait", reason="QUEUE_FULL", retry_after_s=0.1)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
     def _check_fit(self, opening: requests.Opening) -> None:
         expected, own = opening.expected_instance_id, self._ready.source.tokenizer_fingerprint
         if expected and expected != self._instance_id:
@@ -173,6 +192,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 f"{self._ready.source.model_id}; use a draft model with the target's vocabulary",
                 reason="TOKENIZER_MISMATCH",
                 metadata={"tokenizer_fingerprint": own},
+            )
+        needed = self._ready.source.bytes_for(opening.spec.max_length)
+        if needed > self._limits.kv_bytes:
+            # Before the ids are read: there could be four billion of them.
+            raise Overloaded(
+                f"a session of {opening.spec.max_length} tokens needs {needed} bytes, the limit of all sessions is "
+                f"{self._limits.kv_bytes} bytes",
+                reason="KV_BUDGET",
             )
 
     def _load(self) -> draft_pb2.Load:

@@ -23,6 +23,8 @@ class SessionLimits:
     lease_s: float
     """Idle time that a session may have when it asks for none."""
     max_lease_s: float
+    sessions_per_owner: int | None = None
+    """None is as many as there may be."""
     idle_s: float = 5.0
     """A session that was used within this time is in use, though its target may be verifying at the moment."""
 
@@ -86,9 +88,11 @@ class SessionTable:
     def open(self, owner: str, session_id: str, *, spec: SessionSpec, kv_bytes: int, lease_s: float | None) -> Session:
         """Makes the session or brings it to `spec`; evicts idle ones, the longest unused first, where that makes room.
 
-        Raises Overloaded (SESSION_LIMIT or KV_BUDGET), then nothing has changed, and PermissionDenied.
+        Raises Overloaded (SESSION_LIMIT, OWNER_LIMIT or KV_BUDGET), then nothing has changed, and PermissionDenied.
         """
         session = self._get(owner, session_id)
+        if session is None:
+            self._check_owner(owner)
         self._make_room(session, kv_bytes)
         if session is None:
             session = self._sessions[session_id] = Session(session_id, owner)
@@ -144,6 +148,15 @@ class SessionTable:
 
     def _is_over(self, session: Session) -> bool:
         return not session.calls and self._clock() - session.used_at_s > session.lease_s
+
+    def _check_owner(self, owner: str) -> None:
+        most = self._limits.sessions_per_owner
+        if most is not None and sum(other.owner == owner for other in self._sessions.values()) >= most:
+            raise Overloaded(
+                f"you have {most} sessions open, as many as one target may have",
+                reason="OWNER_LIMIT",
+                retry_after_s=_MIN_RETRY_S,
+            )
 
     def _make_room(self, session: Session | None, kv_bytes: int) -> None:
         """Evicts as many idle sessions as it takes, or none at all."""

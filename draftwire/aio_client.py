@@ -18,7 +18,7 @@ from draftwire.events import Completion, Drafter, Event, Finished, Health, Model
 from draftwire.request import GenerateOptions, TokenizeOptions
 from draftwire.v1 import target_pb2 as pb
 from draftwire.v1 import target_pb2_grpc
-from draftwire.wire import from_rpc_error
+from draftwire.wire import MAX_MESSAGE_BYTES, from_rpc_error
 
 
 class AsyncGenerateStream:
@@ -133,10 +133,18 @@ class AsyncClient:
     """
 
     def __init__(
-        self, address: str, *, tls: TLS | None = None, token: str | None = None, timeout_s: float | None = None
+        self,
+        address: str,
+        *,
+        tls: TLS | None = None,
+        token: str | None = None,
+        timeout_s: float | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """address: host:port. Nothing is sent before the first call."""
-        self._endpoint = Endpoint(address=address, tls=tls, token=token, timeout_s=timeout_s)
+        self._endpoint = Endpoint(
+            address=address, tls=tls, token=token, timeout_s=timeout_s, max_message_bytes=max_message_bytes
+        )
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
 

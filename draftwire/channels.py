@@ -84,8 +84,12 @@ class Endpoint:
     tls: TLS | None = None
     token: str | None = field(default=None, repr=False)
     timeout_s: float | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Most bytes of one message, sent or received; the server has a limit of its own."""
 
     def __post_init__(self) -> None:
+        if self.max_message_bytes < 1:
+            raise invalid("max_message_bytes", f"expected 1 or more; got {self.max_message_bytes}")
         if not self.address or ":" not in self.address:
             raise invalid("address", f"expected host:port, as 127.0.0.1:50051; got {self.address!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -106,14 +110,14 @@ class Endpoint:
 
     def sync_channel(self) -> grpc.Channel:
         """A channel of the sync stack. It connects at the first call."""
-        options = channel_options(self.address, self.tls)
+        options = channel_options(self.address, self.tls, self.max_message_bytes)
         if self.tls is None:
             return grpc.insecure_channel(self.address, options)
         return grpc.secure_channel(self.address, _credentials(self.tls), options)
 
     def aio_channel(self) -> grpc.aio.Channel:
         """A channel of grpc.aio, bound to the running event loop."""
-        options = channel_options(self.address, self.tls)
+        options = channel_options(self.address, self.tls, self.max_message_bytes)
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options)
         return grpc.aio.secure_channel(self.address, _credentials(self.tls), options)
@@ -124,12 +128,12 @@ class Endpoint:
         return f"{kind}({self.address!r}, tls={self.tls!r}, token={token}, timeout_s={self.timeout_s})"
 
 
-def channel_options(address: str, tls: TLS | None) -> list[tuple[str, Any]]:
+def channel_options(address: str, tls: TLS | None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """Options of a channel to `address`."""
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", SERVICE_CONFIG),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         # A long prefill sends nothing, and must not look like a dead connection.

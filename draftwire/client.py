@@ -17,7 +17,7 @@ from draftwire.events import Completion, Drafter, Event, Finished, Health, Model
 from draftwire.request import GenerateOptions, TokenizeOptions
 from draftwire.v1 import target_pb2 as pb
 from draftwire.v1 import target_pb2_grpc
-from draftwire.wire import from_rpc_error
+from draftwire.wire import MAX_MESSAGE_BYTES, from_rpc_error
 
 T = TypeVar("T")
 
@@ -102,10 +102,18 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, tls: TLS | None = None, token: str | None = None, timeout_s: float | None = None
+        self,
+        address: str,
+        *,
+        tls: TLS | None = None,
+        token: str | None = None,
+        timeout_s: float | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """address: host:port. Nothing is sent before the first call."""
-        self._endpoint = Endpoint(address=address, tls=tls, token=token, timeout_s=timeout_s)
+        self._endpoint = Endpoint(
+            address=address, tls=tls, token=token, timeout_s=timeout_s, max_message_bytes=max_message_bytes
+        )
         self._channel = self._endpoint.sync_channel()
         self._target = target_pb2_grpc.TargetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)

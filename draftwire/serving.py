@@ -19,16 +19,15 @@ from grpc_reflection.v1alpha import reflection
 
 from draftwire.compute import ComputeThread
 from draftwire.errors import Unavailable
+from draftwire.guard import Guard
 from draftwire.interceptor import ErrorInterceptor
 from draftwire.logs import get_logger
-from draftwire.wire import MAX_MESSAGE_BYTES
+from draftwire.refusals import Refusals
 
 _log = get_logger("serving")
 
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),  # else two servers share one port in silence
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -56,6 +55,7 @@ class Lifecycle:
         self.instance_id = uuid.uuid4().hex
         self.health = health_aio.HealthServicer()
         self.state = State.LOADING
+        self.refusals = Refusals()
         self._new_work = new_work
 
     async def enter(self, state: State) -> None:
@@ -88,13 +88,20 @@ async def watch(compute: ComputeThread, lifecycle: Lifecycle, limit_s: float) ->
 
 
 async def listen(
-    lifecycle: Lifecycle, host: str, port: int, register: Callable[[grpc.aio.Server], None]
+    lifecycle: Lifecycle,
+    host: str,
+    port: int,
+    register: Callable[[grpc.aio.Server], None],
+    guard: Guard | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a server with health, reflection and the error interceptor; NOT_SERVING until told otherwise.
 
     Returns the server and the port that it got (port 0 lets the system choose). Raises OSError where the port is taken.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(lifecycle)], options=list(SERVER_OPTIONS))
+    guard = guard or Guard()
+    sizes = [(f"grpc.max_{way}_message_length", guard.max_message_bytes) for way in ("receive", "send")]
+    interceptor = ErrorInterceptor(lifecycle, guard, lifecycle.refusals)
+    server = grpc.aio.server(interceptors=[interceptor], options=[*SERVER_OPTIONS, *sizes])
     await lifecycle.enter(State.LOADING)
     health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, server)
     register(server)
@@ -102,11 +109,14 @@ async def listen(
     reflection.enable_server_reflection(names, server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        if guard.tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, guard.tls.credentials())
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}; choose another --port") from error
     await server.start()
-    _log.info("listening", address=f"{host}:{bound}", service=lifecycle.service)
+    _log.info("listening", address=f"{host}:{bound}", service=lifecycle.service, tls=guard.tls is not None)
     return server, bound
 
 

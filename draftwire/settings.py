@@ -6,15 +6,23 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 from draftwire.blas import default_threads
+from draftwire.channels import is_loopback
+from draftwire.wire import MAX_MESSAGE_BYTES
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def refuses(reason: str, status: str = "RESOURCE_EXHAUSTED") -> dict[str, Any]:
+    """`json_schema_extra` of a setting that is a limit: how what goes beyond it is refused. docs/limits.md is made of it."""
+    return {"reason": reason, "status": status}
 
 
 class ServiceSettings(BaseSettings):
@@ -50,6 +58,51 @@ class ServiceSettings(BaseSettings):
         "auto", description="'auto' is for people on a terminal and JSON elsewhere."
     )
 
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the server's certificate chain; turns TLS on. Read again when it changes."
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the key of --tls-cert.")
+    tls_ca: Path | None = Field(
+        None, description="PEM file of authorities; clients must then have a certificate of one of them."
+    )
+    token_file: Path | None = Field(
+        None, description="File of names, roles and hashed bearer tokens; callers must then be in it. Read again."
+    )
+    insecure: bool = Field(False, description="Allows to listen beyond loopback without TLS.")
+    log_prompts: bool = Field(False, description="Logs the beginning of each prompt; else no prompt is ever logged.")
+    max_message_bytes: Annotated[int, Field(ge=64 * 1024, le=1 << 30)] = Field(
+        MAX_MESSAGE_BYTES,
+        description="Most bytes of one message, received or sent.",
+        json_schema_extra=refuses("MESSAGE_TOO_LARGE"),
+    )
+    max_deadline_s: Seconds = Field(
+        3600.0,
+        description="Longest that a call may run, in seconds; also the deadline of calls that have none.",
+        json_schema_extra=refuses("DEADLINE_CAP", "DEADLINE_EXCEEDED"),
+    )
+    stalled_reader_timeout_s: Seconds = Field(
+        60.0,
+        description="A stream whose reader takes no message for this long is ended, in seconds.",
+        json_schema_extra=refuses("READER_STALLED", "DEADLINE_EXCEEDED"),
+    )
+
+    @model_validator(mode="after")
+    def _secured(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: give both or none")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-ca asks clients for certificates, which needs --tls-cert and --tls-key")
+        if not self.on_loopback and self.tls_cert is None and not self.insecure:
+            raise ValueError(
+                f"--host {self.host} can be reached from other machines: give --tls-cert and --tls-key, or say --insecure"
+            )
+        return self
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        return is_loopback(f"{self.host}:0")
+
     @property
     def blas_threads(self) -> int | None:
         """Threads for `load_blas`; None leaves OpenBLAS's own variable in charge, where somebody has set it."""
@@ -71,7 +124,11 @@ def parse(cls: type[S], argv: Sequence[str], *, program: str) -> S:
         return CliApp.run(cls, cli_args=list(argv), cli_settings_source=source)
     except ValidationError as error:
         for fault in error.errors():
-            name = str(fault["loc"][0]) if fault["loc"] else ""
+            if not fault["loc"]:
+                # About several settings together: the message names them.
+                print(f"{program}: {fault['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+                continue
+            name = str(fault["loc"][0])
             flag, variable = f"--{name.replace('_', '-')}", f"DRAFTWIRE_{name.upper()}"
             print(f"{program}: {flag} (or {variable}) = {fault['input']!r}: {fault['msg']}", file=sys.stderr)
         sys.exit(2)

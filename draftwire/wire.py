@@ -112,6 +112,9 @@ def from_rpc_error(error: grpc.RpcError) -> DraftwireError:
     cls = error_class(code)
     if cls is DraftwireError:
         reason = reason or code.name
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and reason is None:
+        # gRPC itself refuses a message by its size, on either side, before any code of ours; it has no details.
+        reason = "MESSAGE_TOO_LARGE" if "message larger than max" in text else "RESOURCE_EXHAUSTED"
     return cls(text, reason=reason, metadata=metadata, retry_after_s=retry_after_s, violations=violations)
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
+from draftwire.guard import guard_of
 from draftwire.logs import configure, get_logger
 from draftwire.models import ModelError
 from draftwire.serving import Lifecycle, Signals, State, drain, leave, listen, tune_interpreter, watch
 from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
+from target_service.drafter_channel import credentials_of
 
 _log = get_logger("target")
 _CLOSE_S = 5.0
@@ -51,17 +53,21 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     """The life of the process. Raises ModelError where the model cannot be loaded, OSError where the port is taken."""
     # First: importing takes a while, in which a SIGTERM must not kill.
     signals = Signals()
+    # Before anything that takes long: a slip in a file's name is told at once.
+    credentials_of(settings).checked()
+    guard = guard_of(settings)
     # Late: these import mlx, which must find the BLAS in place.
     from target_service.loading import load_target
-    from target_service.service import TargetService
+    from target_service.service import FaceOptions, TargetService
 
     lifecycle = Lifecycle(_SERVICE, frozenset({"Generate"}))
-    service = TargetService(lifecycle)
+    service = TargetService(lifecycle, FaceOptions.of(settings))
     server, _ = await listen(
         lifecycle,
         settings.host,
         settings.port,
         lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
+        guard,
     )
     compute = ComputeThread()
     try:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
@@ -17,23 +17,12 @@ from draftwire.errors import DraftwireError
 from draftwire.logs import get_logger
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION
-from draftwire.v1 import draft_pb2, draft_pb2_grpc
-from draftwire.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, from_rpc_error
+from draftwire.v1 import draft_pb2
+from draftwire.wire import PROTOCOL_VERSION, from_rpc_error
+from target_service.drafter_channel import DraftCalls, DrafterCredentials
 
 _log = get_logger("drafters")
 
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's back-off
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Replies are a few ids. Reading a large one would hold the event loop, each round anew.
-    ("grpc.max_receive_message_length", 256 * 1024),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
 _DESCRIBE_TIMEOUT_S = 2.0
 _FAILURES_TO_OPEN = 3
 _FIRST_PAUSE_S = 0.1
@@ -76,6 +65,8 @@ class Identity:
     instance_id: str
     fingerprint: str
     """Tokenizer fingerprint."""
+    credentials: DrafterCredentials = field(default_factory=DrafterCredentials)
+    """How it connects, and shows who it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +110,7 @@ class DrafterLink:
         self._guests: set[asyncio.Event] = set()
         self._moved = asyncio.Event()
         self._recheck = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(address, options=_options(authority))
-        self.stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
+        self.stub = DraftCalls(address, identity.credentials, authority=authority)
 
     @property
     def rpc_p50_s(self) -> float | None:
@@ -194,7 +184,7 @@ class DrafterLink:
 
     async def close(self) -> None:
         """Closes the channel."""
-        await self._channel.close()
+        await self.stub.close()
 
     def succeeded(self, seconds: float) -> None:
         """A Draft call was answered."""
@@ -225,6 +215,7 @@ class DrafterLink:
         await asyncio.sleep(_FIRST_PAUSE_S)
 
     async def _describe(self) -> None:
+        await self.stub.renew()
         request = draft_pb2.DescribeRequest(
             protocol_version=PROTOCOL_VERSION, target_instance_id=self._identity.instance_id
         )
@@ -264,9 +255,3 @@ class DrafterLink:
         _log.info("drafter", address=self.address, state=state.value, reason=reason or None, source=kind)
         self.state, self.reason = state, reason
         self._changed()
-
-
-def _options(authority: str) -> list[tuple[str, str | int]]:
-    """An address found under a name is spoken to, and its certificate checked, by that name."""
-    named: list[tuple[str, str | int]] = [("grpc.default_authority", authority)] if authority else []
-    return [*_CHANNEL_OPTIONS, *named]

@@ -15,9 +15,11 @@ from draftwire.tokenizer import Tokenizer
 from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
 from target_service.core import Target, TargetParts
+from target_service.drafter_channel import credentials_of
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
+from target_service.limits import RequestLimits
 from target_service.requests import Defaults
 from target_service.resolver import Resolver
 from target_service.scheduler import Limits
@@ -73,7 +75,9 @@ async def load_target(
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
-    identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint)
+    identity = Identity(
+        instance_id=instance_id, fingerprint=tokenizer.fingerprint, credentials=credentials_of(settings)
+    )
     pool = await stack.enter_async_context(
         DrafterPool(settings.drafter, identity, resolver=resolver, resolve_interval_s=settings.drafter_resolve_s)
     )
@@ -113,10 +117,19 @@ def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenize
         context_length=loaded.context_length,
         width=min(loaded.head_width, tokenizer.size),
         end_ids=tokenizer.end_ids(loaded.path),
-        max_tokens=settings.max_tokens,
+        max_tokens=min(settings.max_tokens, settings.max_output_tokens or settings.max_tokens),
         temperature=settings.temp,
         drafting=settings.drafting,
         num_draft_tokens=settings.num_draft_tokens,
+        limits=RequestLimits(
+            max_prompt_bytes=settings.max_prompt_bytes,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_output_tokens=settings.max_output_tokens,
+            max_stops=settings.max_stops,
+            max_stop_chars=settings.max_stop_chars,
+            max_stop_token_ids=settings.max_stop_token_ids,
+            max_logit_bias=settings.max_logit_bias,
+        ),
     )
 
 
@@ -130,6 +143,7 @@ def _limits(settings: TargetSettings, loaded: LoadedModel, forward_s: float) -> 
         state_bytes=2 * loaded.state_bytes,
         prefill_step_size=settings.prefill_step_size,
         crowd_patience_s=forward_s / 2,
+        max_running_per_client=settings.running_per_client,
     )
 
 

@@ -94,3 +94,5 @@ class Generation:
     skip_special_tokens: bool = True
     cache_salt: str = ""
     priority: int = 0
+    owner: str = ""
+    """The client that it belongs to."""

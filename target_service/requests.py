@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftwire.errors import NotFound, Unsupported
@@ -12,15 +12,12 @@ from draftwire.sampling import Sampler
 from draftwire.tokenizer import ChatTemplateError, Tokenizer
 from draftwire.v1 import target_pb2
 from target_service.checks import Checks
+from target_service.limits import RequestLimits
 from target_service.params import Choosing, Drafting, DraftingMode, Generation, Penalties, Stopping
 
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFTS = 64
 _MAX_NAME = 128
-_MAX_STOPS = 16
-_MAX_STOP_CHARS = 256
-_MAX_STOP_IDS = 64
-_MAX_BIASES = 1024
 _MODES = {
     target_pb2.DRAFTING_MODE_AUTO: DraftingMode.AUTO,
     target_pb2.DRAFTING_MODE_OFF: DraftingMode.OFF,
@@ -41,9 +38,12 @@ class Defaults:
     temperature: float
     drafting: Literal["auto", "off", "fixed"]
     num_draft_tokens: int
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
 
-def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, defaults: Defaults) -> Generation:
+def generation_of(
+    request: target_pb2.GenerateRequest, tokenizer: Tokenizer, defaults: Defaults, owner: str = ""
+) -> Generation:
     """The request in the terms of the core.
 
     Raises InvalidRequest with every bad field, NotFound for another model, Unsupported for an option that this server lacks.
@@ -54,15 +54,9 @@ def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, def
     checks = Checks()
     checks.length("request_id", request.request_id, _MAX_NAME)
     checks.length("cache.cache_salt", request.cache.cache_salt, _MAX_NAME)
-    prompt = prompt_ids(request, tokenizer, checks, defaults.width)
+    prompt = prompt_ids(request, tokenizer, checks, defaults.width, defaults.limits)
     room = defaults.context_length - len(prompt)
-    if prompt and room < 1:
-        checks.bad(
-            "prompt",
-            f"has {len(prompt)} tokens, the context holds {defaults.context_length}: at most "
-            f"{defaults.context_length - 1} leave room for an answer",
-            "CONTEXT_LENGTH_EXCEEDED",
-        )
+    _check_prompt_length(len(prompt), checks, defaults)
     stopping = _stopping(request.stopping, checks, defaults, room)
     choosing = _choosing(request, checks, defaults, stopping)
     drafting = _drafting(request.drafting, checks, defaults)
@@ -77,7 +71,19 @@ def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, def
         skip_special_tokens=skip,
         cache_salt=request.cache.cache_salt,
         priority=request.priority,
+        owner=owner,
     )
+
+
+def _check_prompt_length(length: int, checks: Checks, defaults: Defaults) -> None:
+    context, limit = defaults.context_length, defaults.limits.max_prompt_tokens
+    problem = ""
+    if length >= context:
+        problem = f"the context holds {context}: at most {context - 1} leave room for an answer"
+    elif limit is not None and length > limit:
+        problem = f"at most {limit} are allowed"
+    if problem:
+        checks.bad("prompt", f"has {length} tokens, {problem}", "CONTEXT_LENGTH_EXCEEDED")
 
 
 def refuse_unsupported(request: target_pb2.GenerateRequest) -> None:
@@ -96,10 +102,16 @@ def refuse_unsupported(request: target_pb2.GenerateRequest) -> None:
 
 
 def prompt_ids(
-    request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest, tokenizer: Tokenizer, checks: Checks, width: int
+    request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest,
+    tokenizer: Tokenizer,
+    checks: Checks,
+    width: int,
+    limits: RequestLimits | None = None,
 ) -> list[int]:
     """Token ids of whichever prompt was given; violations go to `checks`."""
     noted = checks.noted
+    if not _fits(request, checks, (limits or RequestLimits()).max_prompt_bytes):
+        return []
     if request.HasField("text"):
         add_special = True
         if isinstance(request, target_pb2.TokenizeRequest) and request.HasField("add_special_tokens"):
@@ -119,6 +131,19 @@ def prompt_ids(
     if not ids and checks.noted == noted and isinstance(request, target_pb2.GenerateRequest):
         checks.bad(field, "has no tokens; a prompt needs at least one", "FIELD_REQUIRED")
     return ids
+
+
+def _fits(request: target_pb2.GenerateRequest | target_pb2.TokenizeRequest, checks: Checks, most: int) -> bool:
+    """Whether a text or a conversation is short enough to be tokenized: a long one would hold up those of others."""
+    if request.HasField("text"):
+        name, size = "text", len(request.text.encode())
+    elif request.HasField("chat"):
+        name, size = "chat", request.chat.ByteSize()
+    else:
+        return True
+    if size > most:
+        checks.bad(name, f"has {size} bytes, at most {most} are allowed", "OUT_OF_BOUNDS")
+    return size <= most
 
 
 def chat_ids(chat: target_pb2.ChatPrompt, tokenizer: Tokenizer, checks: Checks) -> list[int]:
@@ -167,20 +192,25 @@ def _message(field: str, message: target_pb2.ChatMessage, checks: Checks) -> dic
 
 
 def _stopping(wire: target_pb2.StoppingParams, checks: Checks, defaults: Defaults, room: int) -> Stopping:
+    limits = defaults.limits
     wanted = wire.max_tokens if wire.HasField("max_tokens") else defaults.max_tokens
     if wanted < 1:
         checks.bad("stopping.max_tokens", "is 0, must be at least 1", "OUT_OF_BOUNDS")
+    most = limits.max_output_tokens
+    if most is not None and wire.max_tokens > most:
+        checks.bad("stopping.max_tokens", f"is {wire.max_tokens}, at most {most} are allowed", "OUT_OF_BOUNDS")
     if wire.min_tokens > wanted:
         checks.bad("stopping.min_tokens", f"is {wire.min_tokens}, more than max_tokens ({wanted})", "OUT_OF_BOUNDS")
-    if len(wire.stop) > _MAX_STOPS:
-        checks.bad("stopping.stop", f"has {len(wire.stop)} texts, at most {_MAX_STOPS} are allowed", "OUT_OF_BOUNDS")
-    for index, stop in enumerate(wire.stop[:_MAX_STOPS]):
+    if len(wire.stop) > limits.max_stops:
+        problem = f"has {len(wire.stop)} texts, at most {limits.max_stops} are allowed"
+        checks.bad("stopping.stop", problem, "OUT_OF_BOUNDS")
+    for index, stop in enumerate(wire.stop[: limits.max_stops]):
         if not stop:
             checks.bad(f"stopping.stop[{index}]", "is empty; leave it out")
-        checks.length(f"stopping.stop[{index}]", stop, _MAX_STOP_CHARS)
-    if len(wire.stop_token_ids) > _MAX_STOP_IDS:
-        count = len(wire.stop_token_ids)
-        checks.bad("stopping.stop_token_ids", f"has {count} ids, at most {_MAX_STOP_IDS} are allowed", "OUT_OF_BOUNDS")
+        checks.length(f"stopping.stop[{index}]", stop, limits.max_stop_chars)
+    if len(wire.stop_token_ids) > limits.max_stop_token_ids:
+        problem = f"has {len(wire.stop_token_ids)} ids, at most {limits.max_stop_token_ids} are allowed"
+        checks.bad("stopping.stop_token_ids", problem, "OUT_OF_BOUNDS")
     checks.token_ids("stopping.stop_token_ids", wire.stop_token_ids, defaults.width)
     return Stopping(
         max_tokens=max(1, min(wanted, room)),
@@ -198,10 +228,11 @@ def _choosing(request: target_pb2.GenerateRequest, checks: Checks, defaults: Def
     top: int | None = None
     if request.response.HasField("top_logprobs"):
         top = int(checks.number("response.top_logprobs", request.response.top_logprobs, 0, MAX_TOP_LOGPROBS))
-    if len(wire.logit_bias) > _MAX_BIASES:
+    most = defaults.limits.max_logit_bias
+    if len(wire.logit_bias) > most:
         count = len(wire.logit_bias)
-        checks.bad("sampling.logit_bias", f"has {count} entries, at most {_MAX_BIASES} are allowed", "OUT_OF_BOUNDS")
-    for token, value in sorted(wire.logit_bias.items())[:_MAX_BIASES]:
+        checks.bad("sampling.logit_bias", f"has {count} entries, at most {most} are allowed", "OUT_OF_BOUNDS")
+    for token, value in sorted(wire.logit_bias.items())[:most]:
         checks.number(f"sampling.logit_bias[{token}]", value, -100, 100)
         if token >= defaults.width:
             problem = f"the vocabulary ends at {defaults.width - 1}"

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,8 @@ class Limits:
     """Prompt tokens a chunk."""
     crowd_patience_s: float
     """Most that a tick of several sequences waits for drafts."""
+    max_running_per_client: int | None = None
+    """Places that sequences of one client may have; None is all."""
 
 
 class Scheduler:
@@ -72,16 +75,16 @@ class Scheduler:
                 "lower max_tokens or shorten the prompt",
                 reason="KV_BUDGET",
             )
-        self.check_room()
+        self.check_room(sequence.generation.owner)
         heapq.heappush(self._queue, (-sequence.generation.priority, next(self._order), sequence))
         self.wake()
 
-    def check_room(self) -> None:
-        """Raises Overloaded where one more request would have to wait and the queue is full."""
+    def check_room(self, owner: str = "") -> None:
+        """Raises Overloaded where one more request of `owner` would have to wait and the queue is full."""
         running, queued, limits = self.running, self.queued, self._limits
         # Those that just came are in the queue until the next tick, though there is a place for them.
         if running + queued < limits.max_running + limits.max_queued and (
-            queued < limits.max_queued or not self._queue or self._fits(self._queue[0][2])
+            queued < limits.max_queued or not self._queue or self._place_for(owner)
         ):
             return
         raise Overloaded(f"{running} requests run and {queued} wait", reason="QUEUE_FULL", retry_after_s=1.0)
@@ -184,14 +187,39 @@ class Scheduler:
             heapq.heapify(self._queue)
 
     async def _admit(self) -> None:
-        while self._queue and self._fits(self._queue[0][2]):
-            first = heapq.heappop(self._queue)[2]
+        while (entry := self._next()) and self._fits(entry[2]):
+            first = self._take(entry)
             self._running.append(first)
             try:
                 first.slot = await self._engine.open(first.generation.choosing)
                 first.admit(first.slot, self._engine.rollback, self.open_source(first))
             except Exception as error:
                 self.fail([first], error)
+
+    def _next(self) -> tuple[int, int, Sequence] | None:
+        """The first that waits and whose client has not all the places that it may have."""
+        share = self._limits.max_running_per_client
+        if share is None or not self._queue:
+            return self._queue[0] if self._queue else None
+        held = Counter(sequence.generation.owner for sequence in self._running)
+        return min((entry for entry in self._queue if held[entry[2].generation.owner] < share), default=None)
+
+    def _place_for(self, owner: str) -> bool:
+        """Whether the next tick has a place: for the first that waits, or past those that wait for their own share."""
+        first = self._next()
+        if first is not None:
+            return self._fits(first[2])
+        held = sum(sequence.generation.owner == owner for sequence in self._running)
+        share = self._limits.max_running_per_client
+        return len(self._running) < self._limits.max_running and (share is None or held < share)
+
+    def _take(self, entry: tuple[int, int, Sequence]) -> Sequence:
+        if entry is self._queue[0]:
+            heapq.heappop(self._queue)
+        else:
+            self._queue.remove(entry)
+            heapq.heapify(self._queue)
+        return entry[2]
 
     async def _prefill_one(self) -> bool:
         """A chunk for who has waited longest, or all short rests in one forward. Drafters read at the same time."""

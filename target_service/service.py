@@ -6,22 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import grpc
 import structlog
 
-from draftwire.errors import AlreadyExists, Cancelled, DraftwireError, Unavailable
-from draftwire.logs import get_logger
+from draftwire.access import owner_of
+from draftwire.errors import AlreadyExists, Cancelled, DraftwireError, Overloaded, Unavailable
+from draftwire.logs import beginning, get_logger
 from draftwire.serving import Lifecycle
 from draftwire.tokenizer import Tokenizer
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from draftwire.wire import invalid
 from target_service import replies
 from target_service.checks import Checks
+from target_service.config import TargetSettings
 from target_service.core import NUMERICS, Target
 from target_service.ledger import Released
+from target_service.limits import ClientLimits
 from target_service.params import Choosing, Generation
 from target_service.requests import MAX_TOP_LOGPROBS, generation_of, prompt_ids
 from target_service.sequence import Admitted, Done, Outcome, Sequence
@@ -32,11 +36,31 @@ _MAX_NAMES = 1024
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaceOptions:
+    """What the face of a target is told, beside the target itself."""
+
+    clients: ClientLimits = field(default_factory=ClientLimits)
+    max_tokenizing: int = 64
+    """Texts that may be tokenized or wait for it."""
+    log_prompts: bool = False
+
+    @classmethod
+    def of(cls, settings: TargetSettings) -> FaceOptions:
+        """Those of the settings."""
+        clients = ClientLimits(
+            max_requests=settings.requests_per_client, rate=settings.client_rate, burst=settings.client_burst
+        )
+        return cls(clients=clients, max_tokenizing=settings.max_tokenizing, log_prompts=settings.log_prompts)
+
+
 class TargetService(target_pb2_grpc.TargetServiceServicer):
     """Serves once `target` is set; until then the interceptor answers UNAVAILABLE."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, options: FaceOptions | None = None) -> None:
         self.target: Target | None = None
+        self._options = options or FaceOptions()
+        self._encoding = 0
         self._lifecycle = lifecycle
         self._live: dict[str, tuple[str, Sequence]] = {}
         self._streams = 0
@@ -50,18 +74,21 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         self, request: target_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[target_pb2.GenerateResponse]:
         """Streams one completion."""
-        target = self._ready()
-        with self._counted():
+        target, owner = self._ready(), owner_of(context)
+        self._options.clients.spend(owner)
+        with self._counted(), self._options.clients.place(owner):
             # Before the prompt is tokenized as well as after it, when others may have come: a full server does no work.
-            target.scheduler.check_room()
+            target.scheduler.check_room(owner)
             parts = target.parts
-            generation = await self._encode(lambda: generation_of(request, parts.tokenizer, parts.defaults))
+            generation = await self._encode(lambda: generation_of(request, parts.tokenizer, parts.defaults, owner))
             name = generation.request_id
             if name in self._live:
                 raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
             structlog.contextvars.bind_contextvars(request_id=name)
             sequence = target.submit(generation)
-            self._live[name] = (owner_of(context), sequence)
+            self._live[name] = (owner, sequence)
+            if self._options.log_prompts:
+                _log.info("prompt", **beginning(_prompt_text(request), generation.prompt))
             try:
                 async for event in self._events(target, sequence):
                     yield event
@@ -85,8 +112,9 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     async def Tokenize(self, request: target_pb2.TokenizeRequest, context: Context) -> target_pb2.TokenizeResponse:
         """Exactly what Generate would tokenize."""
         parts = self._ready().parts
-        checks = Checks()
-        ids = await self._encode(lambda: prompt_ids(request, parts.tokenizer, checks, parts.defaults.width))
+        self._options.clients.spend(owner_of(context))
+        checks, defaults = Checks(), parts.defaults
+        ids = await self._encode(lambda: prompt_ids(request, parts.tokenizer, checks, defaults.width, defaults.limits))
         checks.done()
         return target_pb2.TokenizeResponse(token_ids=ids)
 
@@ -95,6 +123,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.DetokenizeResponse:
         """The text of ids, as a stream of them would give it."""
         parts = self._ready().parts
+        self._options.clients.spend(owner_of(context))
         return await self._encode(lambda: _detokenized(request, parts.tokenizer, parts.defaults.width))
 
     async def GetModelInfo(
@@ -161,7 +190,13 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
                 self._idle.set()
 
     async def _encode(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        if self._encoding >= self._options.max_tokenizing:
+            raise Overloaded(f"{self._encoding} texts wait for the tokenizer", retry_after_s=1.0)
+        self._encoding += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        finally:
+            self._encoding -= 1
 
     def _ready(self) -> Target:
         if self.target is None:
@@ -192,10 +227,11 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         return replies.finished(sequence, outcome.finish, target.engine.rollback.kind)
 
 
-def owner_of(context: Context) -> str:
-    """Who calls: the authenticated identity, or one owner for all where there is none."""
-    identities = context.peer_identities()
-    return b"/".join(identities).decode("utf-8", errors="replace") if identities else "unauthenticated"
+def _prompt_text(request: target_pb2.GenerateRequest) -> str:
+    """The prompt as it was sent, for people; empty where it was ids."""
+    if request.HasField("chat"):
+        return "\n".join(f"{message.role}: {message.content}" for message in request.chat.messages)
+    return request.text
 
 
 def _detokenized(

@@ -20,8 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.aio_client import AsyncClient
 from draftwire.blas import BlasInfo
+from draftwire.channels import TLS, Endpoint
 from draftwire.compute import ComputeThread
 from draftwire.events import Completion, Drafter, DrafterState
+from draftwire.guard import guard_of
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.testing import FakeDraftService, serve
 from draftwire.v1 import target_pb2, target_pb2_grpc
@@ -30,7 +32,7 @@ from target_service.core import Target
 from target_service.engine import Engine
 from target_service.loading import load_target
 from target_service.resolver import Resolver
-from target_service.service import TargetService
+from target_service.service import FaceOptions, TargetService
 
 NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 LOCAL = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -94,24 +96,34 @@ class Running:
 
 @asynccontextmanager
 async def target_service(
-    model: Path, *, drafters: Sequence[str] = (), resolver: Resolver | None = None, **settings: Any
+    model: Path,
+    *,
+    drafters: Sequence[str] = (),
+    resolver: Resolver | None = None,
+    tls: TLS | None = None,
+    token: str | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
-    """Serves a saved model on a loopback port as the program does, without its signals."""
+    """Serves a saved model on a loopback port as the program does, without its signals. tls and token: of its client."""
+    chosen = TargetSettings(
+        model=str(model),
+        drafter=list(drafters),
+        _cli_parse_args=False,
+        **settings,
+    )  # type: ignore[call-arg]
     lifecycle = Lifecycle(NAME, frozenset({"Generate"}))
-    service = TargetService(lifecycle)
+    service = TargetService(lifecycle, FaceOptions.of(chosen))
     server, port = await listen(
-        lifecycle, "127.0.0.1", 0, lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server)
+        lifecycle,
+        "127.0.0.1",
+        0,
+        lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
+        guard_of(chosen),
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, 0)
         compute = ComputeThread()
         stack.push_async_callback(asyncio.to_thread, compute.close)
-        chosen = TargetSettings(
-            model=str(model),
-            drafter=list(drafters),
-            _cli_parse_args=False,
-            **settings,
-        )  # type: ignore[call-arg]
         blas = BlasInfo(kind="reference", reason="test")
         loading = await stack.enter_async_context(AsyncExitStack())
         service.target = await load_target(chosen, blas, compute, lifecycle.instance_id, loading, resolver=resolver)
@@ -119,8 +131,9 @@ async def target_service(
         loading.push_async_callback(server.stop, 0)
         await lifecycle.enter(State.SERVING)
         address = f"127.0.0.1:{port}"
-        client = await stack.enter_async_context(AsyncClient(address, timeout_s=60.0))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=LOCAL))
+        endpoint = Endpoint(address=address, tls=tls, token=token)
+        client = await stack.enter_async_context(AsyncClient(address, tls=tls, token=token, timeout_s=60.0))
+        channel = await stack.enter_async_context(endpoint.aio_channel())
         running = Running(
             address=address,
             client=client,

@@ -25,8 +25,8 @@ from conftest_draft import (
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_service.service import owner_of
 from draft_service.sources.lookup import LookupSource
+from draftwire.access import owner_of
 from draftwire.errors import (
     DraftwireError,
     FailedPrecondition,
@@ -374,6 +374,17 @@ async def test_bad_flags_end_with_2_and_name_the_flag(flags: list[str], hint: st
     async with program(*flags) as running:
         assert await running.end() == 2
         assert any(hint in line["event"] for line in running.lines)
+
+
+async def test_lookup_copies_only_from_matches_as_long_as_the_flag_says() -> None:
+    """TEXT ends with 5, 6, which it has had before: a match of two."""
+    for least, found in (("2", [7, 8]), ("3", [])):
+        async with program("--lookup-min-match", least) as running:
+            await running.until("state", state="serving")
+            async with connected(running.address) as stub:
+                await stub.Prefill(iter(prefill_messages(TEXT)))
+                reply = await stub.Draft(draft_request(TEXT, len(TEXT), max_draft_tokens=2))
+                assert list(reply.token_ids) == found
 
 
 async def test_a_model_that_is_not_there_ends_with_1_and_a_reason() -> None:

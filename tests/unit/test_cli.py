@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from client.app import build_app
 from draftwire.errors import FieldViolation, InvalidRequest, NotFound, Overloaded, Unavailable
 from draftwire.scripted_target import ScriptedTarget, chunk, finished, serve, started
+from draftwire.tokens import Role, find, parse_grants
 from draftwire.v1 import target_pb2 as pb
 from draftwire.wire import to_duration
 
@@ -210,3 +211,25 @@ def test_help_lists_commands_and_exit_codes() -> None:
     for command in ("up", "generate", "chat", "info", "drafters", "tokenize", "doctor", "demo", "models"):
         assert command in result.stdout
     assert CliRunner().invoke(build_app(), ["--version"]).stdout.startswith("draftwire ")
+
+
+def test_token_new_prints_a_token_and_the_line_that_grants_it() -> None:
+    """The line has the hash of the first line's token, its name and its roles; what is for people goes to stderr."""
+    arguments = ["token", "new", "--name", "alice", "--role", "generate", "--role", "admin"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0
+    token, line = result.stdout.splitlines()
+    (grant,) = parse_grants(line)
+    assert find([grant], token) is grant
+    assert (grant.name, grant.roles) == ("alice", {Role.GENERATE, Role.ADMIN})
+    for bad in (["--name", "a b", "--role", "admin"], ["--name", "a", "--role", "root"], ["--name", "a"], []):
+        assert CliRunner().invoke(build_app(), ["token", "new", *bad]).exit_code == 2
+
+
+def test_the_token_of_a_file_is_sent(good: ScriptedTarget, tmp_path: Path) -> None:
+    """Without the line end that editors leave; a file that is not there is a usage error."""
+    (tmp_path / "token").write_text("secret-token\n", encoding="utf-8")
+    assert run(good, "generate", "--token-file", str(tmp_path / "token"), "Hi").exit_code == 0
+    assert good.metadata[0]["authorization"] == "Bearer secret-token"
+    assert run(good, "generate", "--token-file", str(tmp_path / "none"), "Hi").exit_code == 2
+    assert run(good, "generate", "--token", "x", "--token-file", str(tmp_path / "token"), "Hi").exit_code == 2
