@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -17,10 +18,15 @@ from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits, SessionTable
 from draft_service.sources.base import Source, SourceError
 from draft_service.sources.lookup import InlineRunner, LookupSource
+from draft_service.tally import Tally
 from draftwire.compute import ComputeThread
 from draftwire.logs import get_logger
 from draftwire.models import ModelError
+from draftwire.observability import watching
 from draftwire.serving import Lifecycle, Signals, State, drain, listen, watch
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
 
 _log = get_logger("draft_service")
 _SWEEP_S = 1.0
@@ -41,8 +47,12 @@ class DraftProgram:
             lease_s=min(settings.lease_s, settings.max_lease_s),
             max_lease_s=settings.max_lease_s,
         )
+        self._tally = Tally()
         self._servicer = service.DraftServicer(
-            self._lifecycle.instance_id, self._limits, max_draft_tokens=settings.num_draft_tokens
+            self._lifecycle.instance_id,
+            self._limits,
+            max_draft_tokens=settings.num_draft_tokens,
+            recorder=self._tally,
         )
         self._compute = ComputeThread() if settings.source_kind == "model" else None
         self._source: Source | None = None
@@ -50,18 +60,29 @@ class DraftProgram:
     async def run(self) -> int:
         """Serves until SIGTERM or SIGINT. Returns the exit status: 0, or 1 where it could not begin."""
         try:
-            server, _ = await listen(
-                self._lifecycle,
-                self._settings.host,
-                self._settings.port,
-                lambda server: service.register(self._servicer, server),
-            )
-            return await self._load_and_serve(server)
+            async with watching(self._settings, self._lifecycle, "draftwire-draft", self._collectors) as watched:
+                if watched.tracing is not None:
+                    from draftwire.tracing import note
+
+                    self._servicer.note = note
+                server, _ = await listen(
+                    self._lifecycle,
+                    self._settings.host,
+                    self._settings.port,
+                    lambda server: service.register(self._servicer, server),
+                    observers=watched.observers,
+                )
+                return await self._load_and_serve(server)
         except OSError as error:
             _log.error("cannot_listen", reason=str(error))
             return 1
         finally:
             self._close()
+
+    def _collectors(self) -> list[Collector]:
+        from draft_service.metrics import draft_collector
+
+        return [draft_collector(self._lifecycle, lambda: self._servicer.rounds, self._limits, self._tally)]
 
     async def _load_and_serve(self, server: grpc.aio.Server) -> int:
         loading = asyncio.ensure_future(self._load())

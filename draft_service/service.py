@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from draft_service.calls import Outcome
 from draft_service.history import History
 from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits
+from draft_service.tally import NullRecorder, Recorder
 from draftwire.errors import FailedPrecondition
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION
@@ -42,15 +43,21 @@ def owner_of(context: Peer) -> str:
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """The draft service. The gate in front of it lets no call but health through before `ready`."""
 
-    def __init__(self, instance_id: str, limits: SessionLimits, *, max_draft_tokens: int) -> None:
+    def __init__(
+        self, instance_id: str, limits: SessionLimits, *, max_draft_tokens: int, recorder: Recorder | None = None
+    ) -> None:
         self._instance_id = instance_id
         self._limits = limits
         self._max_draft_tokens = max_draft_tokens
-        self._rounds: Rounds | None = None
+        self._recorder = recorder or NullRecorder()
+        self.rounds: Rounds | None = None
+        """None while the source is loading."""
+        self.note: Callable[[str, int | float | str], None] = lambda name, value: None
+        """Adds a fact to the trace of a call."""
 
     def ready(self, rounds: Rounds) -> None:
         """The source is loaded: calls may come."""
-        self._rounds = rounds
+        self.rounds = rounds
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:
         """Says what this drafter is."""
@@ -85,6 +92,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         outcome = await rounds.prefill(
             owner, opening.session_id, spec=opening.spec, history=history, lease_s=opening.lease_s
         )
+        self._recorder.prefilled(outcome)
+        self._note(outcome, reused_tokens=outcome.reused_length)
         return draft_pb2.PrefillResponse(
             instance_id=self._instance_id,
             committed_length=outcome.committed_length,
@@ -99,6 +108,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         rounds = self._ready
         asked = requests.read_draft(request, rounds.source.tokenizer_size)
         outcome = await rounds.draft(owner_of(context), asked)
+        self._recorder.drafted(request.max_draft_tokens, outcome)
+        self._note(outcome, draft_tokens=len(outcome.guess.ids))
         guess = outcome.guess
         return draft_pb2.DraftResponse(
             instance_id=self._instance_id,
@@ -129,9 +140,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def _ready(self) -> Rounds:
-        if self._rounds is None:
+        if self.rounds is None:
             raise RuntimeError("a call passed the gate before the source was loaded")
-        return self._rounds
+        return self.rounds
 
     async def _read_prefill(
         self, owner: str, stream: AsyncIterator[draft_pb2.PrefillRequest]
@@ -174,6 +185,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 reason="TOKENIZER_MISMATCH",
                 metadata={"tokenizer_fingerprint": own},
             )
+
+    def _note(self, outcome: Outcome, **facts: int) -> None:
+        timed = {"queued_s": outcome.queued_s, "computed_s": outcome.computed_s, **facts}
+        for name, value in {"committed_length": outcome.committed_length, **timed}.items():
+            self.note(f"draftwire.{name}", value)
 
     def _load(self) -> draft_pb2.Load:
         rounds = self._ready

@@ -11,6 +11,7 @@ from typing import Any, Final
 import grpc
 
 from draftwire.errors import FailedPrecondition, Unavailable
+from draftwire.propagation import trace_metadata
 from draftwire.wire import MAX_MESSAGE_BYTES, invalid
 
 DEFAULT_UNARY_TIMEOUT_S: Final = 30.0
@@ -95,8 +96,9 @@ class Endpoint:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of each call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """Metadata of a call that is made now."""
+        owner = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return (*owner, *trace_metadata())
 
     def timeout(self, timeout_s: float | None, default_s: float | None = None) -> float | None:
         """Deadline of one call in seconds: its own, else the client's, else the default."""

@@ -18,6 +18,7 @@ from draftwire.compute import ComputeThread
 from draftwire.errors import Unavailable
 from draftwire.interceptor import ErrorInterceptor
 from draftwire.logs import get_logger
+from draftwire.observe import Observer, ObservingInterceptor
 from draftwire.wire import MAX_MESSAGE_BYTES
 
 _log = get_logger("serving")
@@ -85,13 +86,20 @@ async def watch(compute: ComputeThread, lifecycle: Lifecycle, limit_s: float) ->
 
 
 async def listen(
-    lifecycle: Lifecycle, host: str, port: int, register: Callable[[grpc.aio.Server], None]
+    lifecycle: Lifecycle,
+    host: str,
+    port: int,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    observers: Sequence[Observer] = (),
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a server with health, reflection and the error interceptor; NOT_SERVING until told otherwise.
 
     Returns the server and the port that it got (port 0 lets the system choose). Raises OSError where the port is taken.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(lifecycle)], options=list(SERVER_OPTIONS))
+    watching = [ObservingInterceptor(observers)] if observers else []
+    interceptors = [*watching, ErrorInterceptor(lifecycle)]
+    server = grpc.aio.server(interceptors=interceptors, options=list(SERVER_OPTIONS))
     await lifecycle.enter(State.LOADING)
     health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, server)
     register(server)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from target_service.drafter_link import DrafterLink, Identity, LinkState
+from target_service.recorder import NullRecorder, Recorder
 
 
 class DrafterPool:
@@ -13,6 +14,8 @@ class DrafterPool:
 
     def __init__(self, addresses: Sequence[str], identity: Identity) -> None:
         self.identity = identity
+        self.recorder: Recorder = NullRecorder()
+        """Told of sessions and Draft calls."""
         self._changed = asyncio.Event()
         self.links = [DrafterLink(address, identity, self._notify) for address in addresses]
         self._tasks: list[asyncio.Task[None]] = []
