@@ -19,6 +19,8 @@ from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits, SessionTable
 from draft_service.sources.base import Runner, Source
 from draft_service.sources.lookup import InlineRunner, LookupSource
+from draft_service.tally import Recorder
+from draftwire.observe import Observer
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.wire import prefix_hash
@@ -44,14 +46,22 @@ async def draft_service(
     *,
     clock: Callable[[], float] = time.monotonic,
     max_draft_tokens: int = 16,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | None = None,
+    note: Callable[[str, int | float | str], None] | None = None,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     """Serves a source on a loopback port, as the program does; lookup unless told otherwise."""
     values = {"sessions": 8, "kv_bytes": 2**30, "lease_s": 60.0, "max_lease_s": 600.0, **limits}
     session_limits = SessionLimits(**values)
     lifecycle = Lifecycle(service.SERVICE_NAME, service.NEW_WORK)
-    servicer = service.DraftServicer(lifecycle.instance_id, session_limits, max_draft_tokens=max_draft_tokens)
-    server, port = await listen(lifecycle, "127.0.0.1", 0, lambda server: service.register(servicer, server))
+    servicer = service.DraftServicer(
+        lifecycle.instance_id, session_limits, max_draft_tokens=max_draft_tokens, recorder=recorder
+    )
+    servicer.note = note or servicer.note
+    server, port = await listen(
+        lifecycle, "127.0.0.1", 0, lambda server: service.register(servicer, server), observers=observers
+    )
     rounds = Rounds(
         SessionTable(session_limits, clock),
         source or LookupSource(),

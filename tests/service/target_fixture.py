@@ -22,6 +22,7 @@ from draftwire.aio_client import AsyncClient
 from draftwire.blas import BlasInfo
 from draftwire.compute import ComputeThread
 from draftwire.events import Completion, Drafter, DrafterState
+from draftwire.observe import Observer
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.testing import FakeDraftService, serve
 from draftwire.v1 import target_pb2, target_pb2_grpc
@@ -30,6 +31,7 @@ from target_service.core import Target
 from target_service.engine import Engine
 from target_service.loading import load_target
 from target_service.service import TargetService
+from target_service.spans import Tracer
 
 NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 LOCAL = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -92,12 +94,24 @@ class Running:
 
 
 @asynccontextmanager
-async def target_service(model: Path, *, drafters: Sequence[str] = (), **settings: Any) -> AsyncIterator[Running]:
+async def target_service(
+    model: Path,
+    *,
+    drafters: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+    tracer: Tracer | None = None,
+    **settings: Any,
+) -> AsyncIterator[Running]:
     """Serves a saved model on a loopback port as the program does, without its signals."""
     lifecycle = Lifecycle(NAME, frozenset({"Generate"}))
     service = TargetService(lifecycle)
+    service.tracer = tracer or service.tracer
     server, port = await listen(
-        lifecycle, "127.0.0.1", 0, lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server)
+        lifecycle,
+        "127.0.0.1",
+        0,
+        lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
+        observers=observers,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, 0)
