@@ -56,15 +56,14 @@ async def test_each_state_of_a_request_shows(model: Path) -> None:
         options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "priority": 3}
         first = asyncio.ensure_future(running.client.complete(secret, request_id="first", **options))
         found = await shows(running, "first", RequestState.PREFILLING)
-        assert (found.prefilled_tokens, found.prompt_tokens, found.priority) == (0, len(secret) + 1, 3) or (
-            found.prompt_tokens == len(secret)
-        )
+        length = found.prompt_tokens
+        assert (found.prefilled_tokens, found.priority) == (0, 3)
         second = asyncio.ensure_future(running.client.complete("x", request_id="second", max_tokens=1))
         await shows(running, "second", RequestState.QUEUED)
         brake.allow(1)
         await happens(lambda: brake.prefills == 2)
         assert (await shows(running, "first", RequestState.PREFILLING)).prefilled_tokens == 8
-        brake.allow(len(secret) // 8 + 4)
+        brake.allow(length // 8 + 4)
         found = await shows(running, "first", RequestState.DECODING)
         await happens(lambda: brake.forwards > 2)
         found = await shows(running, "first", RequestState.DECODING)
