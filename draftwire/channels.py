@@ -22,7 +22,7 @@ READY_POLL_S: Final = 0.1
 
 _TARGET: Final = "draftwire.v1.TargetService"
 # Calls that change nothing, and Generate: gRPC itself never repeats a call whose first message has arrived.
-_REPEATABLE: Final = ("Generate", "Tokenize", "Detokenize", "GetModelInfo", "ListDrafters")
+_REPEATABLE: Final = ("Generate", "Tokenize", "Detokenize", "GetModelInfo", "ListDrafters", "ListRequests")
 
 SERVICE_CONFIG: Final = json.dumps(
     {

@@ -141,10 +141,10 @@ def _rpc_families(tally: RpcTally) -> Iterable[Metric]:
     yield counters("grpc_server_msg_received", "Messages that came.", _RPC, _by_method(tally.received))
     yield counters("grpc_server_msg_sent", "Messages that went.", _RPC, _by_method(tally.sent))
     yield counters(
-        "draftwire_rpc_errors",
+        "draftwire_refusals",
         "Calls that were refused or failed, by status and reason.",
-        (*_RPC, "grpc_code", "reason"),
-        ((_labels(method, code, reason), count) for (method, code, reason), count in tally.errors.items()),
+        ("grpc_method", "grpc_code", "reason"),
+        (([method.name, code, reason], count) for (method, code, reason), count in tally.errors.items()),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Protocol
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -34,15 +35,24 @@ class DrafterReading:
     sessions: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCacheReading:
-    """The prefix cache at the moment of a scrape: tokens looked up and found since the start, bytes and entries now."""
+class PrefixCounts(Protocol):
+    """What a prefix cache has counted since the start, and holds now; not to change once it was handed over."""
 
-    query_tokens: int
-    hit_tokens: int
-    entries: int
-    nbytes: int
-    evictions: int
+    prompt_tokens: int
+    """Of prompts that were looked up."""
+    reused_tokens: int
+    disk_reused_tokens: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    memory_entries: int
+    memory_evictions: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    disk_entries: int
+    disk_evictions: int
+    disk_errors: int
+    disk_dropped: int
+    disk_skipped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +66,24 @@ class TargetReading:
     kv_bytes_limit: int
     drafters: tuple[DrafterReading, ...]
     info: dict[str, str]
-    prefix_cache: PrefixCacheReading | None = None
+    prefix_cache: PrefixCounts | None = None
 
 
 def target_collector(
     lifecycle: Lifecycle,
     target: Callable[[], Target | None],
-    prefix_cache: Callable[[], PrefixCacheReading] | None = None,
+    prefix_cache: Callable[[], PrefixCounts | None] = lambda: None,
 ) -> Collector:
     """Made on the event loop. target: None while it is loading. prefix_cache: read at each scrape, where there is one."""
 
     def read() -> tuple[State, TargetReading | None]:
         loaded = target()
-        cache = prefix_cache() if prefix_cache is not None else None
-        return lifecycle.state, None if loaded is None else reading_of(loaded, lifecycle.instance_id, cache)
+        return lifecycle.state, None if loaded is None else reading_of(loaded, lifecycle.instance_id, prefix_cache())
 
     return LoopCollector(read, lambda seen: families(*seen))
 
 
-def reading_of(target: Target, instance_id: str, prefix_cache: PrefixCacheReading | None = None) -> TargetReading:
+def reading_of(target: Target, instance_id: str, prefix_cache: PrefixCounts | None = None) -> TargetReading:
     """A copy of all that is exposed. On the event loop."""
     loaded, links = target.parts.loaded, target.pool.links
     target.tally.keep_drafters({link.address for link in links})
@@ -114,12 +123,8 @@ def families(state: State, reading: TargetReading | None) -> Iterable[Metric]:
     yield from _requests(reading)
     yield from _speculation(reading.tally)
     yield from _drafters(reading)
-    if (cache := reading.prefix_cache) is not None:
-        yield counter("draftwire_prefix_cache_queries", "Prompt tokens that were looked up.", cache.query_tokens)
-        yield counter("draftwire_prefix_cache_hits", "Prompt tokens that were found.", cache.hit_tokens)
-        yield counter("draftwire_prefix_cache_evictions", "Entries that had to go.", cache.evictions)
-        yield gauge("draftwire_prefix_cache_entries", "Entries now.", cache.entries)
-        yield gauge("draftwire_prefix_cache_bytes", "Bytes of all entries in memory.", cache.nbytes)
+    if reading.prefix_cache is not None:
+        yield from _prefix_cache(reading.prefix_cache)
 
 
 def _requests(reading: TargetReading) -> Iterable[Metric]:
@@ -195,6 +200,23 @@ def _drafters(reading: TargetReading) -> Iterable[Metric]:
         ("drafter",),
         (([drafter.address], drafter.sessions) for drafter in reading.drafters),
     )
+
+
+def _prefix_cache(cache: PrefixCounts) -> Iterable[Metric]:
+    stem, tier = "draftwire_prefix_cache_", ("tier",)
+    yield counter(f"{stem}queries", "Prompt tokens that were looked up.", cache.prompt_tokens)
+    yield counter(f"{stem}hits", "Prompt tokens that were found.", cache.reused_tokens)
+    yield counter(f"{stem}disk_hits", "Of those, tokens that came from disk.", cache.disk_reused_tokens)
+    evictions = {"memory": cache.memory_evictions, "disk": cache.disk_evictions}
+    yield counters(f"{stem}evictions", "Entries that had to go for others.", tier, _by(evictions))
+    for name, text, values in (
+        ("entries", "Entries now.", {"memory": cache.memory_entries, "disk": cache.disk_entries}),
+        ("bytes", "Bytes of all entries.", {"memory": cache.memory_bytes, "disk": cache.disk_bytes}),
+        ("capacity_bytes", "Most bytes.", {"memory": cache.memory_limit_bytes, "disk": cache.disk_limit_bytes}),
+    ):
+        yield gauges(f"{stem}{name}", text, tier, _by(values))
+    lost = {"error": cache.disk_errors, "damaged": cache.disk_dropped, "busy": cache.disk_skipped}
+    yield counters(f"{stem}disk_failures", "Entries that the disk lost.", ("reason",), _by(lost))
 
 
 def _one_of(states: type[State] | type[LinkState], now: str) -> list[tuple[list[str], int]]:

@@ -32,10 +32,29 @@ from draftwire.serving import State
 from draftwire.testing import FakeDraftService, Reply, fixed, in_turn, serve
 from draftwire.testing_models import save_tiny_model
 from draftwire.v1 import draft_pb2
-from target_service.metrics import PrefixCacheReading, families, reading_of, target_collector
+from target_service.metrics import families, reading_of, target_collector
 
 GENERATE = {"grpc_type": "server_stream", "grpc_service": "draftwire.v1.TargetService", "grpc_method": "Generate"}
-CACHE = PrefixCacheReading(query_tokens=100, hit_tokens=60, entries=3, nbytes=4096, evictions=2)
+
+
+@dataclass(slots=True)
+class Cached:
+    """What a prefix cache says."""
+
+    prompt_tokens: int = 100
+    reused_tokens: int = 60
+    disk_reused_tokens: int = 20
+    memory_bytes: int = 4096
+    memory_limit_bytes: int = 8192
+    memory_entries: int = 3
+    memory_evictions: int = 2
+    disk_bytes: int = 1 << 20
+    disk_limit_bytes: int = 1 << 30
+    disk_entries: int = 9
+    disk_evictions: int = 1
+    disk_errors: int = 4
+    disk_dropped: int = 5
+    disk_skipped: int = 6
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +78,7 @@ async def observed(model: Path, drafters: Sequence[str], **settings: Any) -> Asy
     """A target with its endpoint, as `watching` puts them together."""
     rpcs = RpcTally()
     async with target_service(model, drafters=drafters, observers=[rpcs], **settings) as running:
-        collectors = [rpc_collector(rpcs), target_collector(running.lifecycle, lambda: running.target, lambda: CACHE)]
+        collectors = [rpc_collector(rpcs), target_collector(running.lifecycle, lambda: running.target, Cached)]
         async with metrics_endpoint("127.0.0.1:0", collectors) as port:
             assert port is not None
             yield Observed(running=running, port=port)
@@ -120,7 +139,7 @@ async def test_counters_are_the_sums_of_the_replies(model: Path) -> None:
             "draftwire_drafter_failovers_total": sum(each.failovers for each in stats),
             # The whole prefill counts as one target call, and is no round.
             "draftwire_rounds_total": sum(each.target_calls for each in stats)
-            - sum(completion.usage.prompt_tokens > 1 for completion in done),
+            - sum(completion.usage.prompt_tokens - 1 > completion.usage.cached_tokens for completion in done),
         }.items():
             assert scrape.value(name) == expected, name
         assert scrape.value(f"{stem}accepted_tokens_total") > 0, "the load must have something to count"
@@ -173,8 +192,8 @@ async def test_times_and_calls_are_those_of_the_requests(model: Path) -> None:
         assert scrape.value("grpc_server_handling_seconds_count", **GENERATE) == len(done) + 1
         assert scrape.value("grpc_server_msg_sent_total", **GENERATE) == deliveries + 2 * len(done)
         assert scrape.value("grpc_server_msg_received_total", **GENERATE) == len(done) + 1
-        bad = {"grpc_code": "INVALID_ARGUMENT", "reason": "OUT_OF_BOUNDS"}
-        assert scrape.value("draftwire_rpc_errors_total", **GENERATE, **bad) == 1, scrape.text
+        bad = {"grpc_method": "Generate", "grpc_code": "INVALID_ARGUMENT", "reason": "OUT_OF_BOUNDS"}
+        assert scrape.value("draftwire_refusals_total", **bad) == 1, scrape.text
 
 
 async def test_what_runs_waits_and_is_refused_shows_at_once(model: Path) -> None:
@@ -192,8 +211,8 @@ async def test_what_runs_waits_and_is_refused_shows_at_once(model: Path) -> None
         assert scrape.value("draftwire_num_requests_running") == 1
         assert scrape.value("draftwire_num_requests_waiting") == 1
         assert 0 < scrape.value("draftwire_kv_cache_bytes") <= scrape.value("draftwire_kv_cache_capacity_bytes")
-        full = {"grpc_code": "RESOURCE_EXHAUSTED", "reason": "QUEUE_FULL"}
-        assert scrape.value("draftwire_rpc_errors_total", **GENERATE, **full) == 1
+        full = {"grpc_method": "Generate", "grpc_code": "RESOURCE_EXHAUSTED", "reason": "QUEUE_FULL"}
+        assert scrape.value("draftwire_refusals_total", **full) == 1
         assert scrape.by("draftwire_service_state", "state") == {"serving": 1}
         calls[1].cancel()
         await seen.running.client.abort("r0")
@@ -230,7 +249,15 @@ async def test_a_target_exposes_what_is_documented(model: Path) -> None:
         await seen.running.client.abort("r")
         brake.release()
         await asyncio.gather(task, return_exceptions=True)
-        compare(await seen.scrape(), documented("target", "both"))
+        scrape = await seen.scrape()
+        compare(scrape, documented("target", "both"))
+        assert scrape.value("draftwire_prefix_cache_hits_total") == 60
+        assert scrape.by("draftwire_prefix_cache_bytes", "tier") == {"memory": 4096, "disk": 1 << 20}
+        assert scrape.by("draftwire_prefix_cache_disk_failures_total", "reason") == {
+            "error": 4,
+            "damaged": 5,
+            "busy": 6,
+        }
 
 
 async def test_a_draft_service_exposes_what_is_documented() -> None:
