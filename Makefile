@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
-SOURCES := draftwire target_service draft_service client tests benchmarks soak
+SOURCES := draftwire target_service draft_service client tests benchmarks soak compose
 
 .PHONY: demo test check unit bench soak protos check-protos format clean
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import concurrency, lookup, overhead
+from benchmarks import bookkeeping, concurrency, lookup, overhead
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
+    "bookkeeping": bookkeeping.run,
     "concurrency": concurrency.run,
     "lookup": lookup.run,
     "overhead": overhead.run,

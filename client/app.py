@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from client import demo, doctor, generate, models, show, token, up
+from client import demo, doctor, generate, models, show, token, top, up
 from client.console import EXIT_CODES, GuardedGroup
 from client.flags import grouped
 
@@ -22,6 +22,7 @@ def build_app() -> typer.Typer:
     app.command()(grouped(generate.chat))
     app.command()(grouped(show.info))
     app.command()(grouped(show.drafters))
+    app.command()(grouped(top.top))
     app.command()(grouped(show.tokenize))
     app.command()(grouped(doctor.doctor))
     app.command()(demo.demo)

@@ -20,6 +20,11 @@ from draftwire.events import Chunk, Event, Finished, Started
 _HARMLESS = {code: 0xFFFD for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
+def harmless(text: str) -> str:
+    """The text without what would steer a terminal."""
+    return text.translate(_HARMLESS)
+
+
 class Mark(StrEnum):
     """How accepted drafts are told apart."""
 
@@ -51,7 +56,7 @@ class TextView:
             self._console.file.write(event.text)  # byte for byte what the model wrote
         else:
             for text, drafted in split_by_draft(event):
-                self._write(text.translate(_HARMLESS), drafted)
+                self._write(harmless(text), drafted)
         self._console.file.flush()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -17,11 +18,16 @@ from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits, SessionTable
 from draft_service.sources.base import Source, SourceError
 from draft_service.sources.lookup import InlineRunner, LookupSource
+from draft_service.tally import Tally
 from draftwire.compute import ComputeThread
 from draftwire.guard import guard_of
 from draftwire.logs import get_logger
 from draftwire.models import ModelError
+from draftwire.observability import watching
 from draftwire.serving import Lifecycle, Signals, State, drain, listen, watch
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
 
 _log = get_logger("draft_service")
 _SWEEP_S = 1.0
@@ -43,6 +49,7 @@ class DraftProgram:
             max_lease_s=settings.max_lease_s,
             sessions_per_owner=settings.sessions_per_target,
         )
+        self._tally = Tally()
         self._servicer = service.DraftServicer(
             self._lifecycle.instance_id,
             self._limits,
@@ -50,6 +57,7 @@ class DraftProgram:
             max_calls=settings.max_calls,
             max_message_bytes=settings.max_message_bytes,
             log_prompts=settings.log_prompts,
+            recorder=self._tally,
         )
         self._compute = ComputeThread() if settings.source_kind == "model" else None
         self._source: Source | None = None
@@ -57,19 +65,30 @@ class DraftProgram:
     async def run(self) -> int:
         """Serves until SIGTERM or SIGINT. Returns the exit status: 0, or 1 where it could not begin."""
         try:
-            server, _ = await listen(
-                self._lifecycle,
-                self._settings.host,
-                self._settings.port,
-                lambda server: service.register(self._servicer, server),
-                guard_of(self._settings),
-            )
-            return await self._load_and_serve(server)
+            async with watching(self._settings, self._lifecycle, "draftwire-draft", self._collectors) as watched:
+                if watched.tracing is not None:
+                    from draftwire.tracing import note
+
+                    self._servicer.note = note
+                server, _ = await listen(
+                    self._lifecycle,
+                    self._settings.host,
+                    self._settings.port,
+                    lambda server: service.register(self._servicer, server),
+                    guard_of(self._settings),
+                    observers=watched.observers,
+                )
+                return await self._load_and_serve(server)
         except OSError as error:
             _log.error("cannot_listen", reason=str(error))
             return 1
         finally:
             self._close()
+
+    def _collectors(self) -> list[Collector]:
+        from draft_service.metrics import draft_collector
+
+        return [draft_collector(self._lifecycle, lambda: self._servicer.rounds, self._limits, self._tally)]
 
     async def _load_and_serve(self, server: grpc.aio.Server) -> int:
         loading = asyncio.ensure_future(self._load())

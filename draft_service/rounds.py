@@ -183,7 +183,7 @@ class Rounds:
         try:
             return await self._runner.run(timed)
         except Exception:
-            self.table.close(session)
+            self.table.close(session, "failed")
             raise
 
     def _outcome(

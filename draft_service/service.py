@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +14,7 @@ from draft_service.calls import Outcome
 from draft_service.history import History
 from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits
+from draft_service.tally import NullRecorder, Recorder
 from draftwire.access import owner_of
 from draftwire.errors import FailedPrecondition, Overloaded
 from draftwire.logs import beginning, get_logger
@@ -41,6 +42,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_calls: int = 256,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         log_prompts: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         """max_calls: Prefill and Draft calls that may run or wait at once."""
         self._instance_id = instance_id
@@ -50,11 +52,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._log_prompts = log_prompts
         self._calls = 0
-        self._rounds: Rounds | None = None
+        self._recorder = recorder or NullRecorder()
+        self.rounds: Rounds | None = None
+        """None while the source is loading."""
+        self.note: Callable[[str, int | float | str], None] = lambda name, value: None
+        """Adds a fact to the trace of a call."""
 
     def ready(self, rounds: Rounds) -> None:
         """The source is loaded: calls may come."""
-        self._rounds = rounds
+        self.rounds = rounds
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:
         """Says what this drafter is."""
@@ -92,6 +98,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             outcome = await rounds.prefill(
                 owner, opening.session_id, spec=opening.spec, history=history, lease_s=opening.lease_s
             )
+        self._recorder.prefilled(outcome)
+        self._note(outcome, reused_tokens=outcome.reused_length)
         return draft_pb2.PrefillResponse(
             instance_id=self._instance_id,
             committed_length=outcome.committed_length,
@@ -107,6 +115,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         asked = requests.read_draft(request, rounds.source.tokenizer_size)
         with self._counted():
             outcome = await rounds.draft(owner_of(context), asked)
+        self._recorder.drafted(request.max_draft_tokens, outcome)
+        self._note(outcome, draft_tokens=len(outcome.guess.ids))
         guess = outcome.guess
         return draft_pb2.DraftResponse(
             instance_id=self._instance_id,
@@ -137,9 +147,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def _ready(self) -> Rounds:
-        if self._rounds is None:
+        if self.rounds is None:
             raise RuntimeError("a call passed the gate before the source was loaded")
-        return self._rounds
+        return self.rounds
 
     async def _read_prefill(
         self, owner: str, stream: AsyncIterator[draft_pb2.PrefillRequest]
@@ -201,6 +211,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 f"{self._limits.kv_bytes} bytes",
                 reason="KV_BUDGET",
             )
+
+    def _note(self, outcome: Outcome, **facts: int) -> None:
+        timed = {"queued_s": outcome.queued_s, "computed_s": outcome.computed_s, **facts}
+        for name, value in {"committed_length": outcome.committed_length, **timed}.items():
+            self.note(f"draftwire.{name}", value)
 
     def _load(self) -> draft_pb2.Load:
         rounds = self._ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -68,6 +69,10 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self.kv_bytes = 0
         """Bytes that are charged."""
+        self.opened = 0
+        """Sessions ever made."""
+        self.closed: Counter[str] = Counter()
+        """Sessions that have left: "released", "expired", "evicted", "failed" or "stopped"."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -96,6 +101,7 @@ class SessionTable:
         self._make_room(session, kv_bytes)
         if session is None:
             session = self._sessions[session_id] = Session(session_id, owner)
+            self.opened += 1
         self.kv_bytes += kv_bytes - session.charged_bytes
         session.charged_bytes = kv_bytes
         session.spec = spec
@@ -112,19 +118,20 @@ class SessionTable:
         for session_id in session_ids:
             session = self._sessions.get(session_id)
             if session is not None and session.owner == owner:
-                self.close(session)
+                self.close(session, "released")
 
     def sweep(self) -> int:
         """Closes the sessions whose lease is over; returns how many."""
         over = [session for session in self._sessions.values() if self._is_over(session)]
         for session in over:
-            self.close(session)
+            self.close(session, "expired")
         return len(over)
 
-    def close(self, session: Session) -> None:
-        """Takes the session out and stops its calls. Idempotent."""
+    def close(self, session: Session, reason: str) -> None:
+        """Takes the session out and stops its calls. Idempotent. reason: see `closed`."""
         if self._sessions.get(session.session_id) is session:
             del self._sessions[session.session_id]
+            self.closed[reason] += 1
             self.kv_bytes -= session.charged_bytes
             session.stop_calls(unknown(session.session_id))
             if self.on_close is not None:
@@ -133,7 +140,7 @@ class SessionTable:
     def close_all(self) -> None:
         """Closes every session."""
         for session in list(self._sessions.values()):
-            self.close(session)
+            self.close(session, "stopped")
 
     def _get(self, owner: str, session_id: str) -> Session | None:
         session = self._sessions.get(session_id)
@@ -142,7 +149,7 @@ class SessionTable:
         if session.owner != owner:
             raise PermissionDenied(f"session {session_id!r} belongs to another peer", reason="NOT_OWNER")
         if self._is_over(session):
-            self.close(session)
+            self.close(session, "expired")
             return None
         return session
 
@@ -178,7 +185,7 @@ class SessionTable:
             retry_after_s = max(_MIN_RETRY_S, min(waits, default=self._limits.idle_s))
             raise self._full(surplus_sessions > 0, kv_bytes, retry_after_s)
         for victim in victims:
-            self.close(victim)
+            self.close(victim, "evicted")
 
     def _full(self, sessions: bool, kv_bytes: int, retry_after_s: float) -> Overloaded:
         if sessions:

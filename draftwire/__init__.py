@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from draftwire.events import (
+        Activity,
         Chunk,
         Completion,
         Drafter,
@@ -46,7 +47,10 @@ if TYPE_CHECKING:
         Health,
         ModelInfo,
         NoDraftReason,
+        RequestInfo,
+        RequestState,
         Sampling,
+        ServiceTotals,
         SpeculationStats,
         Started,
         Timings,
@@ -67,14 +71,16 @@ _HOMES = {
         *("Unauthenticated", "Unavailable", "Unsupported"),
     ),
     "events": (
-        *("Chunk", "Completion", "Drafter", "DrafterState", "Event", "Finished", "FinishReason", "Health", "ModelInfo"),
-        *("NoDraftReason", "Sampling", "SpeculationStats", "Started", "Timings", "Token", "TopLogprob", "Usage"),
+        *("Activity", "Chunk", "Completion", "Drafter", "DrafterState", "Event", "Finished", "FinishReason", "Health"),
+        *("ModelInfo", "NoDraftReason", "RequestInfo", "RequestState", "Sampling", "ServiceTotals", "SpeculationStats"),
+        *("Started", "Timings", "Token", "TopLogprob", "Usage"),
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "TLS",
+    "Activity",
     "AlreadyExists",
     "AsyncClient",
     "AsyncGenerateStream",
@@ -102,7 +108,10 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PermissionDenied",
+    "RequestInfo",
+    "RequestState",
     "Sampling",
+    "ServiceTotals",
     "SpeculationStats",
     "Started",
     "Timings",

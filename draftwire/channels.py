@@ -11,6 +11,7 @@ from typing import Any, Final
 import grpc
 
 from draftwire.errors import FailedPrecondition, Unavailable
+from draftwire.propagation import trace_metadata
 from draftwire.wire import MAX_MESSAGE_BYTES, invalid
 
 DEFAULT_UNARY_TIMEOUT_S: Final = 30.0
@@ -21,7 +22,7 @@ READY_POLL_S: Final = 0.1
 
 _TARGET: Final = "draftwire.v1.TargetService"
 # Calls that change nothing, and Generate: gRPC itself never repeats a call whose first message has arrived.
-_REPEATABLE: Final = ("Generate", "Tokenize", "Detokenize", "GetModelInfo", "ListDrafters")
+_REPEATABLE: Final = ("Generate", "Tokenize", "Detokenize", "GetModelInfo", "ListDrafters", "ListRequests")
 
 SERVICE_CONFIG: Final = json.dumps(
     {
@@ -99,8 +100,9 @@ class Endpoint:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of each call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """Metadata of a call that is made now."""
+        owner = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return (*owner, *trace_metadata())
 
     def timeout(self, timeout_s: float | None, default_s: float | None = None) -> float | None:
         """Deadline of one call in seconds: its own, else the client's, else the default."""

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from draftwire import parse, request
 from draftwire.channels import DEFAULT_UNARY_TIMEOUT_S, READY_POLL_S, TLS, Endpoint, closed_client, not_ready
 from draftwire.errors import DeadlineExceeded, NotFound, Unavailable
-from draftwire.events import Completion, Drafter, Event, Finished, Health, ModelInfo, Started
+from draftwire.events import Activity, Completion, Drafter, Event, Finished, Health, ModelInfo, Started
 from draftwire.request import GenerateOptions, TokenizeOptions
 from draftwire.v1 import target_pb2 as pb
 from draftwire.v1 import target_pb2_grpc
@@ -161,6 +161,10 @@ class Client:
     def drafters(self, *, timeout_s: float | None = None) -> tuple[Drafter, ...]:
         """The drafters as the target sees them, in the order of its configuration."""
         return parse.drafters(self._unary(self._target.ListDrafters, pb.ListDraftersRequest(), timeout_s))
+
+    def activity(self, *, timeout_s: float | None = None) -> Activity:
+        """The requests of the moment, without their texts, and the totals since the target began to serve."""
+        return parse.activity(self._unary(self._target.ListRequests, pb.ListRequestsRequest(), timeout_s))
 
     def abort(self, *request_ids: str, timeout_s: float | None = None) -> tuple[str, ...]:
         """Ends requests of this peer by name; returns those that were running or queued."""

@@ -45,6 +45,17 @@ class DrafterState(StrEnum):
     UNKNOWN = "unknown"
 
 
+class RequestState(StrEnum):
+    """Where a request is on its way."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    STALLED = "stalled"
+    """Its reader is too slow."""
+    UNKNOWN = "unknown"
+
+
 class Health(StrEnum):
     """Answer of a health check."""
 
@@ -277,6 +288,10 @@ class ModelInfo:
     queued: int
     batching: str
     """"ragged", or "one by one: <reason>"; empty from an older target."""
+    kv_bytes: int = 0
+    """KV cache that running requests are charged with."""
+    kv_bytes_limit: int = 0
+    """0 from an older target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,3 +307,59 @@ class Drafter:
     sessions: int
     rpc_p50_s: float | None
     draft_acceptance_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInfo:
+    """One request that runs or waits, without what it says or gets."""
+
+    request_id: str
+    state: RequestState
+    age_s: float
+    priority: int
+    prompt_tokens: int
+    prefilled_tokens: int
+    """Tokens of the prompt that were read."""
+    completion_tokens: int
+    max_tokens: int
+    decode_tokens_per_second: float
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    drafter_id: str
+    """Address of its drafter; empty without one."""
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted share; 0 without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTotals:
+    """What a target has done since it began to serve, over all requests."""
+
+    uptime_s: float
+    requests_finished: int
+    requests_failed: int
+    """Ended otherwise after they were queued: errors, aborts, clients that left."""
+    prompt_tokens: int
+    completion_tokens: int
+    rounds: int
+    """One a request and forward."""
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_cut_draft_tokens: int
+    drafted_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+    rounds_without_draft: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a target does at the moment."""
+
+    requests: tuple[RequestInfo, ...]
+    """In the order in which they came."""
+    totals: ServiceTotals

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from draftwire.errors import DraftwireError, IncompleteStream, InternalError
 from draftwire.events import (
+    Activity,
     Chunk,
     Completion,
     Drafter,
@@ -22,7 +23,10 @@ from draftwire.events import (
     Health,
     ModelInfo,
     NoDraftReason,
+    RequestInfo,
+    RequestState,
     Sampling,
+    ServiceTotals,
     SpeculationStats,
     Started,
     Timings,
@@ -112,6 +116,8 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         running=reply.running,
         queued=reply.queued,
         batching=reply.batching,
+        kv_bytes=reply.kv_bytes,
+        kv_bytes_limit=reply.kv_bytes_limit,
     )
 
 
@@ -130,6 +136,46 @@ def drafters(reply: pb.ListDraftersResponse) -> tuple[Drafter, ...]:
             draft_acceptance_rate=one.draft_acceptance_rate,
         )
         for one in reply.drafters
+    )
+
+
+def activity(reply: pb.ListRequestsResponse) -> Activity:
+    """The record of a ListRequests reply."""
+    totals = reply.totals
+    return Activity(
+        requests=tuple(
+            RequestInfo(
+                request_id=one.request_id,
+                state=_member(RequestState, pb.RequestState, one.state, "REQUEST_STATE_"),
+                age_s=to_seconds(one.age),
+                priority=one.priority,
+                prompt_tokens=one.prompt_tokens,
+                prefilled_tokens=one.prefilled_tokens,
+                completion_tokens=one.completion_tokens,
+                max_tokens=one.max_tokens,
+                decode_tokens_per_second=one.decode_tokens_per_second,
+                num_spec_steps=one.num_spec_steps,
+                num_draft_tokens=one.num_draft_tokens,
+                num_accepted_draft_tokens=one.num_accepted_draft_tokens,
+                drafter_id=one.drafter_id,
+            )
+            for one in reply.requests
+        ),
+        totals=ServiceTotals(
+            uptime_s=to_seconds(totals.uptime),
+            requests_finished=totals.requests_finished,
+            requests_failed=totals.requests_failed,
+            prompt_tokens=totals.prompt_tokens,
+            completion_tokens=totals.completion_tokens,
+            rounds=totals.rounds,
+            num_spec_steps=totals.num_spec_steps,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_draft_tokens=totals.num_accepted_draft_tokens,
+            num_cut_draft_tokens=totals.num_cut_draft_tokens,
+            drafted_by_position=tuple(totals.drafted_by_position),
+            accepted_by_position=tuple(totals.accepted_by_position),
+            rounds_without_draft=dict(totals.rounds_without_draft),
+        ),
     )
 
 

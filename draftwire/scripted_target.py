@@ -105,6 +105,11 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         reply: pb.ListDraftersResponse = self._reply("ListDrafters", request, context)
         return reply
 
+    def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
+        """The scripted reply."""
+        reply: pb.ListRequestsResponse = self._reply("ListRequests", request, context)
+        return reply
+
     def _remember(self, request: Any, context: Any) -> None:
         with self._lock:
             self.requests.append(request)

@@ -22,6 +22,7 @@ from draftwire.errors import Unavailable
 from draftwire.guard import Guard
 from draftwire.interceptor import ErrorInterceptor
 from draftwire.logs import get_logger
+from draftwire.observe import Observer, ObservingInterceptor
 from draftwire.refusals import Refusals
 
 _log = get_logger("serving")
@@ -93,6 +94,8 @@ async def listen(
     port: int,
     register: Callable[[grpc.aio.Server], None],
     guard: Guard | None = None,
+    *,
+    observers: Sequence[Observer] = (),
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a server with health, reflection and the error interceptor; NOT_SERVING until told otherwise.
 
@@ -100,8 +103,9 @@ async def listen(
     """
     guard = guard or Guard()
     sizes = [(f"grpc.max_{way}_message_length", guard.max_message_bytes) for way in ("receive", "send")]
-    interceptor = ErrorInterceptor(lifecycle, guard, lifecycle.refusals)
-    server = grpc.aio.server(interceptors=[interceptor], options=[*SERVER_OPTIONS, *sizes])
+    watching = [ObservingInterceptor(observers)] if observers else []
+    interceptors = [*watching, ErrorInterceptor(lifecycle, guard, lifecycle.refusals)]
+    server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, *sizes])
     await lifecycle.enter(State.LOADING)
     health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, server)
     register(server)

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 from draftwire.blas import default_threads
@@ -18,6 +20,7 @@ from draftwire.wire import MAX_MESSAGE_BYTES
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
 
 
 def refuses(reason: str, status: str = "RESOURCE_EXHAUSTED") -> dict[str, Any]:
@@ -52,6 +55,12 @@ class ServiceSettings(BaseSettings):
     drain_s: Seconds = Field(20.0, description="Time that running requests get to finish after SIGTERM, in seconds.")
     watchdog_s: Seconds = Field(
         60.0, description="A computation that takes longer than this turns health to NOT_SERVING, in seconds."
+    )
+    metrics_listen: str | None = Field(
+        None, description="host:port of the Prometheus endpoint, over plain HTTP; without it there is none."
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="URL of an OpenTelemetry collector (OTLP over gRPC) for traces; needs the extra [otel]."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -103,12 +112,41 @@ class ServiceSettings(BaseSettings):
         """Whether only this machine can reach the service."""
         return is_loopback(f"{self.host}:0")
 
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_address(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError("is not host:port, as 127.0.0.1:9464")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError("is not a URL, as http://127.0.0.1:4317")
+        if not _has_opentelemetry():
+            raise ValueError("traces need OpenTelemetry: pip install 'draftwire[otel]', or leave the flag out")
+        return value
+
     @property
     def blas_threads(self) -> int | None:
         """Threads for `load_blas`; None leaves OpenBLAS's own variable in charge, where somebody has set it."""
         if self.threads is None and "OPENBLAS_NUM_THREADS" in os.environ:
             return None
         return self.threads or default_threads()
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return find_spec("opentelemetry.sdk.trace") is not None and find_spec(_EXPORTER) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 S = TypeVar("S", bound=ServiceSettings)

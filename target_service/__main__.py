@@ -15,18 +15,24 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftwire.blas import BlasError, BlasInfo, load_blas
 from draftwire.compute import ComputeThread
-from draftwire.guard import guard_of
+from draftwire.guard import Guard, guard_of
 from draftwire.logs import configure, get_logger
 from draftwire.models import ModelError
+from draftwire.observability import Watching, watching
 from draftwire.serving import Lifecycle, Signals, State, drain, leave, listen, tune_interpreter, watch
 from draftwire.settings import parse
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from target_service.config import TargetSettings
 from target_service.drafter_channel import credentials_of
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+    from target_service.service import TargetService
 
 _log = get_logger("target")
 _CLOSE_S = 5.0
@@ -57,17 +63,37 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
     credentials_of(settings).checked()
     guard = guard_of(settings)
     # Late: these import mlx, which must find the BLAS in place.
-    from target_service.loading import load_target
     from target_service.service import FaceOptions, TargetService
 
     lifecycle = Lifecycle(_SERVICE, frozenset({"Generate"}))
     service = TargetService(lifecycle, FaceOptions.of(settings))
+    async with watching(settings, lifecycle, "draftwire-target", lambda: _collectors(lifecycle, service)) as watched:
+        if watched.tracing is not None:
+            from target_service.tracing import OtelRequests
+
+            service.tracer = OtelRequests(watched.tracing.tracer)
+        await _serve(settings, blas, signals, guard, lifecycle=lifecycle, service=service, watched=watched)
+
+
+async def _serve(
+    settings: TargetSettings,
+    blas: BlasInfo,
+    signals: Signals,
+    guard: Guard,
+    *,
+    lifecycle: Lifecycle,
+    service: TargetService,
+    watched: Watching,
+) -> None:
+    from target_service.loading import load_target
+
     server, _ = await listen(
         lifecycle,
         settings.host,
         settings.port,
         lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
         guard,
+        observers=watched.observers,
     )
     compute = ComputeThread()
     try:
@@ -90,6 +116,12 @@ async def run(settings: TargetSettings, blas: BlasInfo) -> None:
         await server.stop(0)
         # Jobs that close sequences are still queued: the thread runs them, then clears its streams and ends.
         await asyncio.to_thread(compute.close)
+
+
+def _collectors(lifecycle: Lifecycle, service: TargetService) -> list[Collector]:
+    from target_service.metrics import target_collector
+
+    return [target_collector(lifecycle, lambda: service.target)]
 
 
 async def _stop_asked(signals: Signals, other: asyncio.Task[Any]) -> bool:

@@ -22,6 +22,8 @@ from target_service.requests import Defaults
 from target_service.rounds import run_rounds
 from target_service.scheduler import Limits, Scheduler
 from target_service.sequence import Sequence
+from target_service.spans import RequestSpan
+from target_service.tally import Tally
 
 _log = get_logger("rounds")
 _FIRST_DELAY_S = 0.003
@@ -51,6 +53,8 @@ class Target:
         self.parts = parts
         self.engine = engine
         self.pool = pool
+        self.tally = Tally()
+        pool.recorder = self.tally
         self.costs = Costs(parts.measured)
         self.scheduler = Scheduler(engine, parts.limits, self._open_source)
         self._loop: asyncio.Task[None] | None = None
@@ -73,16 +77,17 @@ class Target:
 
     async def _run(self) -> None:
         try:
-            await run_rounds(self.scheduler, self.engine, self.costs)
+            await run_rounds(self.scheduler, self.engine, self.costs, self.tally)
         except Exception as error:
             # A fault outside any one request: nothing can be trusted to go on, and nobody may be left waiting.
             _log.critical("round_loop_died", exc_info=error)
             self.scheduler.fail_all(error)
 
-    def submit(self, generation: Generation) -> Sequence:
-        """Queues a request. Raises Overloaded."""
+    def submit(self, generation: Generation, span: RequestSpan | None = None) -> Sequence:
+        """Queues a request. span: its place in a trace. Raises Overloaded."""
         ledger = Ledger(generation.prompt, generation.stopping, self._piece(generation))
-        sequence = Sequence(generation, ledger, self._controller(generation))
+        sequence = Sequence(generation, ledger, self._controller(generation), self.tally)
+        sequence.span = span or sequence.span
         self.scheduler.submit(sequence)
         return sequence
 
@@ -125,4 +130,4 @@ class Target:
             cache_salt=generation.cache_salt,
             timeout_s=self.parts.draft_timeout_s,
         )
-        return RemoteDrafts(self.pool, terms, lambda: sequence.ledger.ids)
+        return RemoteDrafts(self.pool, terms, lambda: sequence.ledger.ids, sequence.span)

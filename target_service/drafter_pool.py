@@ -9,6 +9,7 @@ from typing import Any
 
 from draftwire.logs import get_logger
 from target_service.drafter_link import DrafterLink, Identity, LinkState
+from target_service.recorder import NullRecorder, Recorder
 from target_service.resolver import Addresses, Resolver, SystemResolver, parse_name, watch_name
 
 _log = get_logger("drafters")
@@ -32,6 +33,8 @@ class DrafterPool:
         """Raises ValueError for a target that is neither."""
         self.identity = identity
         self.targets = tuple(targets)
+        self.recorder: Recorder = NullRecorder()
+        """Told of sessions and Draft calls."""
         self._resolver = resolver or SystemResolver()
         self._interval_s = resolve_interval_s
         self._changed = asyncio.Event()

@@ -24,6 +24,7 @@ from draftwire.wire import PROTOCOL_VERSION, from_rpc_error, prefix_hash, to_dur
 from target_service.drafter_link import Description, DrafterLink, LinkState, answer_of
 from target_service.drafter_pool import DrafterPool
 from target_service.drafts import Answer, Lost, SourceReport
+from target_service.spans import NoSpan, RequestSpan
 
 _log = get_logger("drafts")
 
@@ -64,11 +65,18 @@ class _Session:
 class RemoteDrafts:
     """A `DraftSource` over gRPC. Belongs to the event loop."""
 
-    def __init__(self, pool: DrafterPool, terms: SessionTerms, committed: Callable[[], Sequence[int]]) -> None:
-        """committed: the sequence's committed ids as they are now; only ever appended to."""
+    def __init__(
+        self,
+        pool: DrafterPool,
+        terms: SessionTerms,
+        committed: Callable[[], Sequence[int]],
+        span: RequestSpan | None = None,
+    ) -> None:
+        """committed: the sequence's committed ids as they are now; only ever appended to. span: where calls are drawn."""
         self._pool = pool
         self._terms = terms
         self._committed = committed
+        self._span = span or NoSpan()
         self._session: _Session | None = None
         self._question: asyncio.Task[None] | None = None
         self._inbox: Answer | Lost | None = None
@@ -166,15 +174,19 @@ class RemoteDrafts:
     async def _call(self, session: _Session, request: draft_pb2.DraftRequest, base_length: int) -> None:
         began_s = time.perf_counter()
         try:
-            reply = await answer_of(session.link.stub.Draft(request, timeout=self._terms.timeout_s))
-            if reply.instance_id != session.instance_id:
-                raise NotFound("another instance answered")
-            _check(reply, request, base_length)
+            with self._span.call("Draft", session.link.address) as call:
+                stub, timeout_s = session.link.stub, self._terms.timeout_s
+                reply = await answer_of(stub.Draft(request, timeout=timeout_s, metadata=call.metadata))
+                if reply.instance_id != session.instance_id:
+                    raise NotFound("another instance answered")
+                _check(reply, request, base_length)
+                call.note("draft_tokens", len(reply.token_ids))
         except DraftwireError as error:
             self._call_failed(session, error)
             return
         delay_s = time.perf_counter() - began_s
         session.link.succeeded(delay_s)
+        self._pool.recorder.draft_answered(session.link.address, delay_s)
         session.held = base_length
         self._pause_s = 0.0
         self._rpc_s.append(delay_s)
@@ -184,6 +196,7 @@ class RemoteDrafts:
         self._inbox = Answer(base_length, ids, delay_s, computed_s)
 
     def _call_failed(self, session: _Session, error: DraftwireError) -> None:
+        self._pool.recorder.draft_failed(session.link.address, error.code.name)
         if error.code in _SUPERSEDED_CODES:
             self._inbox = Lost("superseded")
         elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -245,8 +258,10 @@ class RemoteDrafts:
             except asyncio.CancelledError:
                 self._given_up(session)
                 raise
+            failover = self._last_link not in (None, link)
+            self._pool.recorder.session_opened(reseed=self._opened > 0, failover=failover)
             self._opened += 1
-            self._failovers += int(self._last_link not in (None, link))
+            self._failovers += int(failover)
             self._last_link = link
             old, self._session = self._session, session
             if old is not None:
@@ -270,11 +285,14 @@ class RemoteDrafts:
 
     async def _prefill(self, session: _Session) -> None:
         ids = list(self._committed())
-        reply = await answer_of(session.link.stub.Prefill(self._parts(session, ids), timeout=_PREFILL_TIMEOUT_S))
-        if reply.instance_id != session.instance_id:
-            raise NotFound("another instance answered")
-        if reply.committed_length != len(ids):
-            raise DraftwireError(f"the drafter holds {reply.committed_length} ids after a prefill of {len(ids)}")
+        with self._span.call("Prefill", session.link.address) as call:
+            parts = self._parts(session, ids)
+            prefill = session.link.stub.Prefill(parts, timeout=_PREFILL_TIMEOUT_S, metadata=call.metadata)
+            reply = await answer_of(prefill)
+            if reply.instance_id != session.instance_id:
+                raise NotFound("another instance answered")
+            if reply.committed_length != len(ids):
+                raise DraftwireError(f"the drafter holds {reply.committed_length} ids after a prefill of {len(ids)}")
         session.held = len(ids)
 
     async def _parts(self, session: _Session, ids: Sequence[int]) -> AsyncIterator[draft_pb2.PrefillRequest]:

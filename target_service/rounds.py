@@ -9,6 +9,7 @@ from target_service.accept import accept
 from target_service.costs import Costs
 from target_service.engine import Engine
 from target_service.ledger import Committed
+from target_service.recorder import NullRecorder, Recorder
 from target_service.scheduler import Scheduler
 from target_service.sequence import Sequence
 from target_service.window import Choice, Window
@@ -16,13 +17,15 @@ from target_service.window import Choice, Window
 _log = get_logger("rounds")
 
 
-async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs) -> None:
+async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs, recorder: Recorder | None = None) -> None:
     """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
+    recorder = recorder or NullRecorder()
     traces: list[dict[str, str | int | float | None]] = []
     while ready := await scheduler.tick():
         live, windows = windows_of(scheduler, ready)
         if not live:
             continue
+        recorder.tick(len(windows))
         forward = asyncio.ensure_future(engine.forward(windows))
         await asyncio.sleep(0)
         # Logging can wait until the forward runs; nobody waits for the event loop then.

@@ -66,6 +66,11 @@ class Scheduler:
         """Sequences that wait for one."""
         return sum(not sequence.cancelled for _, _, sequence in self._queue)
 
+    @property
+    def kv_bytes(self) -> int:
+        """KV cache that running sequences are charged with."""
+        return sum(self._kv_bytes(running) for running in self._running)
+
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises Overloaded before any work is done."""
         needed = self._kv_bytes(sequence)
@@ -176,8 +181,7 @@ class Scheduler:
         """Whether there is a place and memory for it now. Alone, it always fits: `submit` has seen to that."""
         if len(self._running) >= self._limits.max_running:
             return False
-        used = sum(self._kv_bytes(running) for running in self._running)
-        return not self._running or used + self._kv_bytes(sequence) <= self._limits.kv_bytes
+        return not self._running or self.kv_bytes + self._kv_bytes(sequence) <= self._limits.kv_bytes
 
     def _drop_cancelled(self) -> None:
         for sequence in [sequence for sequence in self._running if sequence.cancelled]:

@@ -12,6 +12,8 @@ from target_service.controller import Controller, Plan
 from target_service.drafts import Answer, DraftSource, NoDrafts, Offer
 from target_service.ledger import Committed, Finish, Ledger, Released
 from target_service.params import DraftingMode, Generation
+from target_service.recorder import NullRecorder, Recorder
+from target_service.spans import NoSpan, RequestSpan
 from target_service.stats import SpeculationCounts, Times
 from target_service.window import Choice, Window
 
@@ -36,7 +38,9 @@ Outcome = Admitted | Released | Done | DraftwireError
 class Sequence:
     """Belongs to the event loop. The round loop calls, in this order: `collect`, `window`, `book`, `ask`, `emit`."""
 
-    def __init__(self, generation: Generation, ledger: Ledger, controller: Controller) -> None:
+    def __init__(
+        self, generation: Generation, ledger: Ledger, controller: Controller, recorder: Recorder | None = None
+    ) -> None:
         self.generation = generation
         self.ledger = ledger
         self.counts = SpeculationCounts()
@@ -46,7 +50,12 @@ class Sequence:
         self.prefilled = 0
         self.cancelled = False
         self.source: DraftSource = NoDrafts()
+        self.span: RequestSpan = NoSpan()
+        """Its place in a trace."""
         self._controller = controller
+        self._recorder = recorder or NullRecorder()
+        self._told_tokens = 0
+        self._told_s: float | None = None
         self._rollback: Rollback | None = None
         self._plan = Plan(0, 0.0, "first_round")
         self._asked_s = 0.0
@@ -81,6 +90,9 @@ class Sequence:
         self.source = source
         self._rollback = rollback
         self.times.admitted = time.monotonic()
+        if self.ledger.prompt_length == 1:
+            self.times.prefilled = self.times.admitted
+        self._recorder.admitted(self.times.queued_s)
         self.outbox.put_nowait(Admitted())
 
     def patience_left_s(self, now_s: float) -> float:
@@ -127,11 +139,11 @@ class Sequence:
         """Counts a round, and scores drafts against what was committed."""
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
+            self._recorder.first_token(self.ledger.prompt_length, self.times)
         drafted = len(window.drafts)
         reason = "" if drafted else self._why_none()
-        self.counts.book(
-            drafted=drafted, accepted=committed.accepted, cut=committed.cut, emitted=emitted, reason=reason
-        )
+        for books in (self.counts.book, self._recorder.round):
+            books(drafted=drafted, accepted=committed.accepted, cut=committed.cut, emitted=emitted, reason=reason)
         self._score()
 
     def ask(self) -> None:
@@ -152,10 +164,13 @@ class Sequence:
 
     def emit(self, committed: Committed) -> None:
         """Hands a round's text to the stream."""
+        self._tell_delivered()
         if committed.released is not None:
             self.outbox.put_nowait(committed.released)
         if committed.finish is not None:
             self.times.finished = time.monotonic()
+            if not self.cancelled:
+                self._recorder.finished(committed.finish.reason.value, self.ledger.completion_tokens, self.times)
             self.outbox.put_nowait(Done(committed.finish))
 
     def trace(self, window: Window, choice: Choice, committed: Committed) -> dict[str, str | int | float | None]:
@@ -184,8 +199,25 @@ class Sequence:
 
     def fail(self, error: DraftwireError) -> None:
         """Ends the stream with an error."""
+        self._tell_end(error.reason)
         self.cancelled = True
         self.outbox.put_nowait(error)
+
+    def left(self) -> None:
+        """Tells that nobody reads the stream any more."""
+        self._tell_end("CLIENT_LEFT")
+
+    def _tell_end(self, reason: str) -> None:
+        """Books an end that is none of the completion's own, once."""
+        if self.times.finished is None and not self.cancelled:
+            self._recorder.failed(reason)
+
+    def _tell_delivered(self) -> None:
+        tokens = self.ledger.completion_tokens - self._told_tokens
+        if tokens:
+            before_s, self._told_s = self._told_s, time.monotonic()
+            self._told_tokens += tokens
+            self._recorder.delivered(tokens, None if before_s is None else self._told_s - before_s)
 
     def _drafts(self) -> tuple[int, ...]:
         rest = self._offer.rest if self._offer else ()

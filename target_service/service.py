@@ -20,7 +20,7 @@ from draftwire.serving import Lifecycle
 from draftwire.tokenizer import Tokenizer
 from draftwire.v1 import target_pb2, target_pb2_grpc
 from draftwire.wire import invalid
-from target_service import replies
+from target_service import activity, replies
 from target_service.checks import Checks
 from target_service.config import TargetSettings
 from target_service.core import NUMERICS, Target
@@ -29,6 +29,7 @@ from target_service.limits import ClientLimits
 from target_service.params import Choosing, Generation
 from target_service.requests import MAX_TOP_LOGPROBS, generation_of, prompt_ids
 from target_service.sequence import Admitted, Done, Outcome, Sequence
+from target_service.spans import NoSpan, Tracer
 
 T = TypeVar("T")
 _log = get_logger("target")
@@ -61,6 +62,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         self.target: Target | None = None
         self._options = options or FaceOptions()
         self._encoding = 0
+        self.tracer: Tracer = NoSpan()
+        """Draws where the time of requests goes."""
         self._lifecycle = lifecycle
         self._live: dict[str, tuple[str, Sequence]] = {}
         self._streams = 0
@@ -85,7 +88,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             if name in self._live:
                 raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
             structlog.contextvars.bind_contextvars(request_id=name)
-            sequence = target.submit(generation)
+            sequence = target.submit(generation, self.tracer.request())
             self._live[name] = (owner, sequence)
             if self._options.log_prompts:
                 _log.info("prompt", **beginning(_prompt_text(request), generation.prompt))
@@ -94,6 +97,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
                     yield event
             finally:
                 del self._live[name]
+                sequence.left()
+                sequence.span.ended(sequence)
                 target.scheduler.cancel(sequence)
 
     async def Abort(self, request: target_pb2.AbortRequest, context: Context) -> target_pb2.AbortResponse:
@@ -159,6 +164,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             running=target.scheduler.running,
             queued=target.scheduler.queued,
             batching=target.engine.batching,
+            kv_bytes=target.scheduler.kv_bytes,
+            kv_bytes_limit=parts.limits.kv_bytes,
         )
 
     async def ListDrafters(
@@ -166,6 +173,13 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.ListDraftersResponse:
         """The drafters as this target sees them."""
         return replies.drafters(self._ready().pool.links)
+
+    async def ListRequests(
+        self, request: target_pb2.ListRequestsRequest, context: Context
+    ) -> target_pb2.ListRequestsResponse:
+        """What runs and waits, and the totals."""
+        target = self._ready()
+        return activity.requests([sequence for _, sequence in self._live.values()], target.tally)
 
     async def idle(self) -> None:
         """Waits until every stream has been read to its end, not only made."""

@@ -103,6 +103,16 @@ class Times:
         """From the end of prefill to the end."""
         return _between(self.prefilled, self.finished)
 
+    @property
+    def after_first_token_s(self) -> float:
+        """From the first token to the end."""
+        return _between(self.first_token, self.finished)
+
+    @property
+    def total_s(self) -> float:
+        """From arrival to the end."""
+        return _between(self.arrived, self.finished)
+
 
 def _between(begin: float | None, end: float | None) -> float:
     return max(0.0, end - begin) if begin is not None and end is not None else 0.0

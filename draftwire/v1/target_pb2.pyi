@@ -174,6 +174,38 @@ DRAFTER_STATE_DRAINING: DrafterState.ValueType  # 5
 """Takes no new sessions."""
 Global___DrafterState: _TypeAlias = DrafterState  # noqa: Y015
 
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent."""
+    REQUEST_STATE_QUEUED: _RequestState.ValueType  # 1
+    """Waits for a place."""
+    REQUEST_STATE_PREFILLING: _RequestState.ValueType  # 2
+    """Its prompt is being read."""
+    REQUEST_STATE_DECODING: _RequestState.ValueType  # 3
+    """Makes tokens."""
+    REQUEST_STATE_STALLED: _RequestState.ValueType  # 4
+    """Waits for its reader, who is too slow."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """Where a request is on its way."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent."""
+REQUEST_STATE_QUEUED: RequestState.ValueType  # 1
+"""Waits for a place."""
+REQUEST_STATE_PREFILLING: RequestState.ValueType  # 2
+"""Its prompt is being read."""
+REQUEST_STATE_DECODING: RequestState.ValueType  # 3
+"""Makes tokens."""
+REQUEST_STATE_STALLED: RequestState.ValueType  # 4
+"""Waits for its reader, who is too slow."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """One completion to make."""
@@ -1363,6 +1395,8 @@ class GetModelInfoResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHING_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Identity of this process, new at each start."""
     software_version: _builtins.str
@@ -1401,6 +1435,10 @@ class GetModelInfoResponse(_message.Message):
     """Requests that wait now."""
     batching: _builtins.str
     """How running requests share a forward: "ragged", or "one by one: <reason>"."""
+    kv_bytes: _builtins.int
+    """KV cache that running requests are charged with, in bytes."""
+    kv_bytes_limit: _builtins.int
+    """Most KV cache of all running requests, in bytes; a request that could never fit is RESOURCE_EXHAUSTED."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end an output: the union of what the model's files say."""
@@ -1438,10 +1476,12 @@ class GetModelInfoResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         batching: _builtins.str = ...,
+        kv_bytes: _builtins.int = ...,
+        kv_bytes_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1543,3 +1583,220 @@ class Drafter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drafter: _TypeAlias = Drafter  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """The requests of the moment, and the totals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestInfo]:
+        """In the order in which they came."""
+
+    @_builtins.property
+    def totals(self) -> Global___ServiceTotals:
+        """Over all requests, those that have ended included."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestInfo] | None = ...,
+        totals: Global___ServiceTotals | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "totals", b"totals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RequestInfo(_message.Message):
+    """One request, without what it says or gets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_SPEC_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Name of the request."""
+    state: Global___RequestState.ValueType
+    """Where it is on its way."""
+    priority: _builtins.int
+    """As the request said."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    prefilled_tokens: _builtins.int
+    """Tokens of the prompt that were read."""
+    completion_tokens: _builtins.int
+    """Tokens made so far, counted as in Usage."""
+    max_tokens: _builtins.int
+    """Most tokens that will be made."""
+    decode_tokens_per_second: _builtins.float
+    """completion_tokens a second since the prompt was read; 0 before."""
+    num_spec_steps: _builtins.int
+    """Rounds that verified at least one draft."""
+    num_draft_tokens: _builtins.int
+    """Drafts that were verified."""
+    num_accepted_draft_tokens: _builtins.int
+    """Drafts that were accepted."""
+    drafter_id: _builtins.str
+    """Address of its drafter; empty without one."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Since it came."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        age: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        prefilled_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        decode_tokens_per_second: _builtins.float = ...,
+        num_spec_steps: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_draft_tokens: _builtins.int = ...,
+        drafter_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "completion_tokens", b"completion_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "drafter_id", b"drafter_id", "max_tokens", b"max_tokens", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_spec_steps", b"num_spec_steps", "prefilled_tokens", b"prefilled_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class ServiceTotals(_message.Message):
+    """What was done since the service started, counted as in SpeculationStats and Usage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RoundsWithoutDraftEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    UPTIME_FIELD_NUMBER: _builtins.int
+    REQUESTS_FINISHED_FIELD_NUMBER: _builtins.int
+    REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_SPEC_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CUT_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_BY_POSITION_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_POSITION_FIELD_NUMBER: _builtins.int
+    ROUNDS_WITHOUT_DRAFT_FIELD_NUMBER: _builtins.int
+    requests_finished: _builtins.int
+    """Requests that ended with `finished`."""
+    requests_failed: _builtins.int
+    """Requests that ended otherwise after they were queued: errors, aborts, clients that left."""
+    prompt_tokens: _builtins.int
+    """Tokens of prompts that were read."""
+    completion_tokens: _builtins.int
+    """Tokens that were made."""
+    rounds: _builtins.int
+    """Rounds, one a request and forward."""
+    num_spec_steps: _builtins.int
+    """Rounds that verified at least one draft."""
+    num_draft_tokens: _builtins.int
+    """Drafts that were verified."""
+    num_accepted_draft_tokens: _builtins.int
+    """Drafts that were accepted."""
+    num_cut_draft_tokens: _builtins.int
+    """Drafts that agreed but came after an end."""
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """Since the service started to serve."""
+
+    @_builtins.property
+    def drafted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Verified drafts by position in the window."""
+
+    @_builtins.property
+    def accepted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Accepted drafts by position in the window."""
+
+    @_builtins.property
+    def rounds_without_draft(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Rounds without drafts, by reason."""
+
+    def __init__(
+        self,
+        *,
+        uptime: _duration_pb2.Duration | None = ...,
+        requests_finished: _builtins.int = ...,
+        requests_failed: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+        num_spec_steps: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_draft_tokens: _builtins.int = ...,
+        num_cut_draft_tokens: _builtins.int = ...,
+        drafted_by_position: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_by_position: _abc.Iterable[_builtins.int] | None = ...,
+        rounds_without_draft: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["uptime", b"uptime"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_position", b"accepted_by_position", "completion_tokens", b"completion_tokens", "drafted_by_position", b"drafted_by_position", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_cut_draft_tokens", b"num_cut_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_spec_steps", b"num_spec_steps", "prompt_tokens", b"prompt_tokens", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "rounds", b"rounds", "rounds_without_draft", b"rounds_without_draft", "uptime", b"uptime"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceTotals: _TypeAlias = ServiceTotals  # noqa: Y015

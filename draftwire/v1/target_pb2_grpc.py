@@ -65,6 +65,11 @@ class TargetServiceStub:
                 request_serializer=draftwire_dot_v1_dot_target__pb2.ListDraftersRequest.SerializeToString,
                 response_deserializer=draftwire_dot_v1_dot_target__pb2.ListDraftersResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/draftwire.v1.TargetService/ListRequests',
+                request_serializer=draftwire_dot_v1_dot_target__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=draftwire_dot_v1_dot_target__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer:
@@ -114,6 +119,14 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Lists the requests that run or wait, of all callers, and what was done since the service started. Never shows what a
+        request says or gets.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +159,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.ListDrafters,
                     request_deserializer=draftwire_dot_v1_dot_target__pb2.ListDraftersRequest.FromString,
                     response_serializer=draftwire_dot_v1_dot_target__pb2.ListDraftersResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=draftwire_dot_v1_dot_target__pb2.ListRequestsRequest.FromString,
+                    response_serializer=draftwire_dot_v1_dot_target__pb2.ListRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +329,33 @@ class TargetService:
             '/draftwire.v1.TargetService/ListDrafters',
             draftwire_dot_v1_dot_target__pb2.ListDraftersRequest.SerializeToString,
             draftwire_dot_v1_dot_target__pb2.ListDraftersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwire.v1.TargetService/ListRequests',
+            draftwire_dot_v1_dot_target__pb2.ListRequestsRequest.SerializeToString,
+            draftwire_dot_v1_dot_target__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class TargetServiceStub:
     """Says what is served and within which limits."""
     ListDrafters: _grpc.UnaryUnaryMultiCallable[_target_pb2.ListDraftersRequest, _target_pb2.ListDraftersResponse]
     """Lists the drafters and their state."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_target_pb2.ListRequestsRequest, _target_pb2.ListRequestsResponse]
+    """Lists the requests that run or wait, of all callers, and what was done since the service started. Never shows what a
+    request says or gets.
+    """
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
@@ -72,6 +76,10 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """Says what is served and within which limits."""
     ListDrafters: _aio.UnaryUnaryMultiCallable[_target_pb2.ListDraftersRequest, _target_pb2.ListDraftersResponse]  # type: ignore[assignment]
     """Lists the drafters and their state."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_target_pb2.ListRequestsRequest, _target_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists the requests that run or wait, of all callers, and what was done since the service started. Never shows what a
+    request says or gets.
+    """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one language model."""
@@ -125,5 +133,15 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.ListDraftersResponse, _abc.Awaitable[_target_pb2.ListDraftersResponse]]:
         """Lists the drafters and their state."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _target_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_pb2.ListRequestsResponse, _abc.Awaitable[_target_pb2.ListRequestsResponse]]:
+        """Lists the requests that run or wait, of all callers, and what was done since the service started. Never shows what a
+        request says or gets.
+        """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

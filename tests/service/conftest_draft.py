@@ -19,7 +19,9 @@ from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits, SessionTable
 from draft_service.sources.base import Runner, Source
 from draft_service.sources.lookup import InlineRunner, LookupSource
+from draft_service.tally import Recorder
 from draftwire.guard import Guard
+from draftwire.observe import Observer
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.wire import prefix_hash
@@ -48,6 +50,9 @@ async def draft_service(
     guard: Guard | None = None,
     max_calls: int = 256,
     log_prompts: bool = False,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | None = None,
+    note: Callable[[str, int | float | str], None] | None = None,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     """Serves a source on a loopback port, as the program does; lookup unless told otherwise."""
@@ -60,8 +65,17 @@ async def draft_service(
         max_draft_tokens=max_draft_tokens,
         max_calls=max_calls,
         log_prompts=log_prompts,
+        recorder=recorder,
     )
-    server, port = await listen(lifecycle, "127.0.0.1", 0, lambda server: service.register(servicer, server), guard)
+    servicer.note = note or servicer.note
+    server, port = await listen(
+        lifecycle,
+        "127.0.0.1",
+        0,
+        lambda server: service.register(servicer, server),
+        guard,
+        observers=observers,
+    )
     rounds = Rounds(
         SessionTable(session_limits, clock),
         source or LookupSource(),

@@ -24,6 +24,7 @@ from draftwire.channels import TLS, Endpoint
 from draftwire.compute import ComputeThread
 from draftwire.events import Completion, Drafter, DrafterState
 from draftwire.guard import guard_of
+from draftwire.observe import Observer
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.testing import FakeDraftService, serve
 from draftwire.v1 import target_pb2, target_pb2_grpc
@@ -33,6 +34,7 @@ from target_service.engine import Engine
 from target_service.loading import load_target
 from target_service.resolver import Resolver
 from target_service.service import FaceOptions, TargetService
+from target_service.spans import Tracer
 
 NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 LOCAL = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -102,6 +104,8 @@ async def target_service(
     resolver: Resolver | None = None,
     tls: TLS | None = None,
     token: str | None = None,
+    observers: Sequence[Observer] = (),
+    tracer: Tracer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Serves a saved model on a loopback port as the program does, without its signals. tls and token: of its client."""
@@ -113,12 +117,14 @@ async def target_service(
     )  # type: ignore[call-arg]
     lifecycle = Lifecycle(NAME, frozenset({"Generate"}))
     service = TargetService(lifecycle, FaceOptions.of(chosen))
+    service.tracer = tracer or service.tracer
     server, port = await listen(
         lifecycle,
         "127.0.0.1",
         0,
         lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
         guard_of(chosen),
+        observers=observers,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, 0)
