@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -16,6 +16,8 @@ from draftwire.logs import get_logger
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.wire import MAX_MESSAGE_BYTES, invalid
 from target_service.config import TargetSettings
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _log = get_logger("drafters")
 
@@ -127,7 +129,7 @@ class DraftCalls:
         self._use(credentials.read())
 
     def _use(self, secrets: Secrets) -> None:
-        self._metadata = (("authorization", f"Bearer {secrets.token}"),) if secrets.token else None
+        self._metadata: Metadata = (("authorization", f"Bearer {secrets.token}"),) if secrets.token else ()
         self._channel = secrets.channel(self._address, self._credentials.max_message_bytes, self._authority)
         self._stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
 
@@ -161,16 +163,16 @@ class DraftCalls:
         return self._stub.Describe(request, timeout=timeout, metadata=self._metadata)
 
     def Prefill(
-        self, parts: AsyncIterator[draft_pb2.PrefillRequest], *, timeout: float
+        self, parts: AsyncIterator[draft_pb2.PrefillRequest], *, timeout: float, metadata: Metadata = ()
     ) -> grpc.aio.StreamUnaryCall[draft_pb2.PrefillRequest, draft_pb2.PrefillResponse]:
-        """Opens a session."""
-        return self._stub.Prefill(parts, timeout=timeout, metadata=self._metadata)
+        """Opens a session. metadata: beside the token."""
+        return self._stub.Prefill(parts, timeout=timeout, metadata=self._metadata + metadata)
 
     def Draft(
-        self, request: draft_pb2.DraftRequest, *, timeout: float
+        self, request: draft_pb2.DraftRequest, *, timeout: float, metadata: Metadata = ()
     ) -> grpc.aio.UnaryUnaryCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]:
-        """Commits and asks for drafts."""
-        return self._stub.Draft(request, timeout=timeout, metadata=self._metadata)
+        """Commits and asks for drafts. metadata: beside the token."""
+        return self._stub.Draft(request, timeout=timeout, metadata=self._metadata + metadata)
 
     def Commit(
         self, request: draft_pb2.CommitRequest, *, timeout: float
