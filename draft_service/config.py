@@ -28,6 +28,13 @@ class DraftSettings(ServiceSettings):
     lookup_min_match: Count = Field(2, description="Shortest match, in tokens, that lookup copies from.")
     session_limit: Count = Field(256, description="Most sessions that are open at once.")
     kv_bytes_limit: Count = Field(2 * 1024**3, description="Most bytes of KV cache (or index) of all sessions.")
+    prompt_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 * 1024**2,
+        description="Most bytes of KV cache kept after their sessions, within --kv-bytes-limit; sessions come first; 0 keeps none.",
+    )
+    batching: Literal["auto", "off"] = Field(
+        "auto", description="Whether sessions of the draft model share forwards; 'auto' does where the model can."
+    )
     lease_s: Seconds = Field(60.0, description="Idle time after which a session may be dropped, in seconds.")
     max_lease_s: Seconds = Field(600.0, description="Longest lease that a target can ask for, in seconds.")
     prefill_step_size: Count = Field(256, description="Tokens computed at a time, between other sessions' drafts.")

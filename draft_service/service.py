@@ -74,6 +74,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_lease=to_duration(self._limits.max_lease_s),
             load=self._load(),
+            batching=source.batching,
         )
 
     async def Prefill(
@@ -183,6 +184,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             kv_bytes=rounds.table.kv_bytes,
             kv_bytes_limit=self._limits.kv_bytes,
             queue_depth=rounds.queue_depth,
+            prompt_cache_bytes=rounds.prefixes.nbytes,
         )
 
 
