@@ -30,7 +30,7 @@ class DraftSettings(ServiceSettings):
     kv_bytes_limit: Count = Field(2 * 1024**3, description="Most bytes of KV cache (or index) of all sessions.")
     prompt_cache_bytes: Annotated[int, Field(ge=0)] = Field(
         256 * 1024**2,
-        description="Most bytes of KV cache kept after their sessions, within --kv-bytes-limit; sessions come first; 0 keeps none.",
+        description="Most bytes of KV kept after their sessions, within --kv-bytes-limit; sessions come first; 0: none.",
     )
     batching: Literal["auto", "off"] = Field(
         "auto", description="Whether sessions of the draft model share forwards; 'auto' does where the model can."

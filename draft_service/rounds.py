@@ -46,6 +46,8 @@ class Rounds:
         self._clock = clock
         self._max_draft_tokens = max_draft_tokens
         self._closing = False
+        self._leaving: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
+        """By group: sessions that are over and whose prefixes are not in the cache yet."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -222,7 +224,18 @@ class Rounds:
 
     def _closed(self, session: Session) -> None:
         """A session has left the table: its drafter goes once no call uses it."""
-        self._start(self._discard(session))
+        task = self._start(self._discard(session))
+        self._make_way()
+        if session.spec is None or not session.spec.cached or not self.prefixes.limit_bytes:
+            return
+        group = session.owner, session.spec.cache_salt
+        self._leaving.setdefault(group, set()).add(task)
+        task.add_done_callback(lambda task: self._left(group, task))
+
+    def _left(self, group: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._leaving[group].discard(task)
+        if not self._leaving[group]:
+            del self._leaving[group]
 
     async def _discard(self, session: Session) -> None:
         async with session.turn:
@@ -249,14 +262,19 @@ class Rounds:
         """Gives a new drafter what a former session of the same owner and salt computed of the same ids."""
         if not spec.cached:
             return
+        leaving = self._leaving.get((session.owner, spec.cache_salt))
+        if leaving:
+            # A follow-up turn often comes right behind the Release of the turn before.
+            await asyncio.wait(list(leaving))
         found = self.prefixes.find((session.owner, spec.cache_salt), session.history.ids)
         if found is not None:
             prefix, length = found
             await self._sound(session, self._computing.run(lambda: drafter.adopt(prefix, length)))
 
     def _make_way(self) -> None:
-        """Sessions come first: prefixes have what those leave of the memory."""
+        """Sessions come first: prefixes have what those leave of the memory, and pools of many what is left then."""
         self.prefixes.fit(0 if self._closing else self.table.spare_bytes)
+        self._computing.spare(self.table.spare_bytes - self.prefixes.nbytes)
 
     def _forget(self, prefix: Prefix) -> None:
         """A prefix has left the cache."""

@@ -148,6 +148,9 @@ class Computing(Protocol):
     async def draft(self, drafter: Drafter, ask: Ask, work: Work) -> Guess:
         """Catches up and drafts; returns what it has once the work stops."""
 
+    def spare(self, nbytes: int) -> None:
+        """So many bytes may be used beyond what sessions are charged; now, not for ever."""
+
     async def run(self, job: Callable[[], T]) -> T:
         """Runs anything else where drafters compute, between steps of theirs."""
 

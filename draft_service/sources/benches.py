@@ -1,7 +1,8 @@
 """KV of sessions that draft together: rows of shared pools, and which session sits in which.
 
 A pool is a rectangle, as long as its longest row. So that a long session does not make short ones large, a pool's bytes stay
-within what its sessions are charged; sessions that do not fit beside each other sit in pools ("benches") of their own.
+within what its sessions are charged and what nobody else is; sessions that do not fit beside each other sit in pools
+("benches") of their own.
 Everything here runs on the compute thread.
 """
 
@@ -177,6 +178,8 @@ class Benches:
         self._model = model
         self._bytes_per_token = bytes_per_token
         self._benches: list[Bench] = []
+        self.spare_bytes = 0
+        """What pools may take beyond the charges of their sessions, all together. Set from any thread."""
 
     @property
     def nbytes(self) -> int:
@@ -204,16 +207,16 @@ class Benches:
         long_idle = [kv for kv in idle if kv.idle >= _IDLE_FORWARDS]
         rows = len(bench.seated)
         leaving = long_idle if rows and slot_class(rows) > slot_class(max(1, rows - len(long_idle))) else []
-        if not self._fits(bench.seated, width):
+        if not self._fits(bench.seated, width, bench):
             leaving = idle
         staying = [kv for kv in bench.seated if kv not in leaving]
-        while not self._fits(staying, width):
+        while not self._fits(staying, width, bench):
             longest = max(staying, key=lambda kv: len(kv.fed))
             staying.remove(longest)
             leaving = [*leaving, longest]
         for kv in leaving:
             kv.settle()
-        if bench.seated and (leaving or bench.pool.nbytes > self._paid(bench.seated)):
+        if bench.seated and (leaving or self._excess(bench) > self._spare_for(bench)):
             bench.pool.compact(width)
 
     def _place_for(
@@ -221,10 +224,10 @@ class Benches:
     ) -> Bench:
         for bench in self._benches:
             others = [*bench.seated, *joining.get(bench, ())]
-            if others and self._fits([*others, kv], width):
+            if others and self._fits([*others, kv], width, bench):
                 return bench
             active = [other for other in others if other in present]
-            if active and self._fits([*active, kv], width):
+            if active and self._fits([*active, kv], width, bench):
                 for other in [other for other in bench.seated if other not in present]:
                     other.settle()
                 bench.pool.compact(width)
@@ -237,14 +240,19 @@ class Benches:
         if kv.bench is None or len(kv.bench.seated) > 1:
             return False
         others = [bench for bench in self._benches if bench is not kv.bench and bench.seated]
-        return any(self._fits([*bench.seated, kv], width) for bench in others)
+        return any(self._fits([*bench.seated, kv], width, bench) for bench in others)
 
-    def _fits(self, kvs: Sequence[PooledKv], width: int) -> bool:
+    def _fits(self, kvs: Sequence[PooledKv], width: int, bench: Bench) -> bool:
+        """Whether these sessions may sit on this bench, and nobody else."""
         if len(kvs) < 2:
             return True
         slots, capacity = shape_for(len(kvs), max(len(kv.fed) for kv in kvs) + width)
-        return slots * capacity * self._bytes_per_token <= self._paid(kvs)
+        excess = slots * capacity * self._bytes_per_token - sum(kv.charged_bytes for kv in kvs)
+        return excess <= 0 or excess <= self._spare_for(bench)
+
+    def _spare_for(self, bench: Bench) -> int:
+        return self.spare_bytes - sum(self._excess(other) for other in self._benches if other is not bench)
 
     @staticmethod
-    def _paid(kvs: Sequence[PooledKv]) -> int:
-        return sum(kv.charged_bytes for kv in kvs)
+    def _excess(bench: Bench) -> int:
+        return max(0, bench.pool.nbytes - sum(kv.charged_bytes for kv in bench.seated))

@@ -37,6 +37,9 @@ class OneByOne:
             return Guess(end=DraftEnd.TIME_BUDGET)
         return await self._timed(work, lambda: drafter.draft(ask, work.should_stop))
 
+    def spare(self, nbytes: int) -> None:
+        """Nothing is used beyond."""
+
     async def run(self, job: Callable[[], T]) -> T:
         """Queues it with the others."""
         return await self._runner.run(job)

@@ -109,6 +109,11 @@ class Together:
         """Takes part in steps until it has what it wants, or the work stops."""
         return await self._submit(_Job(cast("ModelDrafter", drafter), work, ask))
 
+    def spare(self, nbytes: int) -> None:
+        """Lets pools be larger than the sum of their sessions' charges."""
+        if self._benches is not None:
+            self._benches.spare_bytes = nbytes
+
     async def run(self, job: Callable[[], T]) -> T:
         """Runs it between two steps."""
         return await self._runner.run(job)
@@ -174,7 +179,11 @@ class Together:
         for job in [job for job in self._drafting if job.work.should_stop()]:
             self._drafting.remove(job)
             job.finish(DraftEnd.TIME_BUDGET)
-        if not self._drafting or self._benches is None:
+        if self._benches is None:
+            return
+        if not self._drafting:
+            # Those who wait for their targets keep to the bounds as well.
+            self._benches.arrange((), 1)
             return
         began_s = self._clock()
         width = max(1, min(max(job.left for job in self._drafting), _MOST_ROWS // len(self._drafting)))
