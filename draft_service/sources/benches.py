@@ -191,13 +191,15 @@ class Benches:
         present = set(wanted)
         for bench in self._benches:
             self._bound(bench, present, width)
-        joining: dict[Bench, list[PooledKv]] = {}
-        for kv in wanted:
-            if kv.bench is None or self._lonely(kv, width):
-                kv.settle()
-                joining.setdefault(self._place_for(kv, joining, present, width), []).append(kv)
-        for bench, some in joining.items():
-            bench.seat(some, width)
+        joining = [kv for kv in wanted if kv.bench is None or self._lonely(kv, width)]
+        for kv in joining:
+            kv.settle()
+        # The short ones first: each place takes as many as fit.
+        joining.sort(key=lambda kv: len(kv.fed))
+        while joining:
+            bench, count = self._place_for(joining, present, width)
+            bench.seat(joining[:count], width)
+            del joining[:count]
         self._benches = [bench for bench in self._benches if bench.seated]
         return [bench for bench in self._benches if not present.isdisjoint(bench.seated)]
 
@@ -219,21 +221,25 @@ class Benches:
         if bench.seated and (leaving or self._excess(bench) > self._spare_for(bench)):
             bench.pool.compact(width)
 
-    def _place_for(
-        self, kv: PooledKv, joining: dict[Bench, list[PooledKv]], present: Collection[PooledKv], width: int
-    ) -> Bench:
+    def _place_for(self, joining: Sequence[PooledKv], present: Collection[PooledKv], width: int) -> tuple[Bench, int]:
+        """A bench, and how many of `joining`, from the front, may sit down there."""
         for bench in self._benches:
-            others = [*bench.seated, *joining.get(bench, ())]
-            if others and self._fits([*others, kv], width, bench):
-                return bench
-            active = [other for other in others if other in present]
-            if active and self._fits([*active, kv], width, bench):
-                for other in [other for other in bench.seated if other not in present]:
-                    other.settle()
-                bench.pool.compact(width)
-                return bench
-        self._benches.append(Bench(self._model))
-        return self._benches[-1]
+            active = [kv for kv in bench.seated if kv in present]
+            for others in (bench.seated, active):
+                count = self._room(joining, others, bench, width) if others else 0
+                if count:
+                    if others is active and len(active) < len(bench.seated):
+                        for kv in [kv for kv in bench.seated if kv not in present]:
+                            kv.settle()
+                        bench.pool.compact(width)
+                    return bench, count
+        bench = Bench(self._model)
+        self._benches.append(bench)
+        return bench, self._room(joining, (), bench, width)
+
+    def _room(self, joining: Sequence[PooledKv], others: Sequence[PooledKv], bench: Bench, width: int) -> int:
+        counts = range(len(joining), 0, -1)
+        return next((count for count in counts if self._fits([*others, *joining[:count]], width, bench)), 0)
 
     def _lonely(self, kv: PooledKv, width: int) -> bool:
         """Whether it sits alone and another bench has room by now."""
