@@ -93,4 +93,6 @@ class Generation:
     drafting: Drafting
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    cache_disabled: bool = False
+    """Neither reads nor fills prefix caches, the drafter's included."""
     priority: int = 0

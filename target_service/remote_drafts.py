@@ -27,7 +27,9 @@ from target_service.drafts import Answer, Lost, SourceReport
 
 _log = get_logger("drafts")
 
-_PREFILL_TIMEOUT_S = 60.0
+_PREFILL_TIMEOUT_S = 5.0
+_PREFILL_ID_S = 0.02
+_MAX_PREFILL_TIMEOUT_S = 60.0
 _CHUNK_IDS = 65_536
 _RELEASE_TIMEOUT_S = 2.0
 _REOPEN_PAUSE_S = 0.05
@@ -46,6 +48,7 @@ class SessionTerms:
     vocabulary: int
     """Ids at or above it are not ids: a draft is cut there."""
     cache_salt: str
+    cache_disabled: bool
     timeout_s: float
     """Deadline of a Draft call."""
 
@@ -255,7 +258,9 @@ class RemoteDrafts:
 
     async def _prefill(self, session: _Session) -> None:
         ids = list(self._committed())
-        reply = await answer_of(session.link.stub.Prefill(self._parts(session, ids), timeout=_PREFILL_TIMEOUT_S))
+        # One that hangs must not keep the request from another drafter; one that reads slower than this is of no use.
+        timeout_s = min(_MAX_PREFILL_TIMEOUT_S, _PREFILL_TIMEOUT_S + _PREFILL_ID_S * len(ids))
+        reply = await answer_of(session.link.stub.Prefill(self._parts(session, ids), timeout=timeout_s))
         if reply.instance_id != session.instance_id:
             raise NotFound("another instance answered")
         if reply.committed_length != len(ids):
@@ -284,6 +289,7 @@ class RemoteDrafts:
                 max_length=self._terms.max_length,
                 end_token_ids=sorted(self._terms.end_ids),
                 cache_salt=self._terms.cache_salt,
+                cache_disabled=self._terms.cache_disabled,
             )
         )
         digest = 0

@@ -76,6 +76,7 @@ def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, def
         drafting=drafting,
         skip_special_tokens=skip,
         cache_salt=request.cache.cache_salt,
+        cache_disabled=request.cache.disabled,
         priority=request.priority,
     )
 

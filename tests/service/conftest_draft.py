@@ -44,6 +44,7 @@ async def draft_service(
     *,
     clock: Callable[[], float] = time.monotonic,
     max_draft_tokens: int = 16,
+    prompt_cache_bytes: int = 0,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     """Serves a source on a loopback port, as the program does; lookup unless told otherwise."""
@@ -58,6 +59,7 @@ async def draft_service(
         runner or InlineRunner(),
         clock,
         max_draft_tokens=max_draft_tokens,
+        prompt_cache_bytes=prompt_cache_bytes,
     )
     servicer.ready(rounds)
     await lifecycle.enter(State.SERVING)
