@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import concurrency, lookup, overhead
+from benchmarks import concurrency, drafting, lookup, overhead
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
     "concurrency": concurrency.run,
+    "drafting": drafting.run,
     "lookup": lookup.run,
     "overhead": overhead.run,
 }

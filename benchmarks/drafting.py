@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m"
 _SESSIONS: Final = (1, 2, 4, 8)
 _DRAFTS: Final = 4
-_ROUNDS: Final = 6
-_REPEATS: Final = 3
+_ROUNDS: Final = 5
+_REPEATS: Final = 2
 _PROMPT: Final = 1000
+_VERIFY_S: Final = 0.1
 _OWNER: Final = "bench"
 _Arm = Literal["auto", "off"]
 _ARMS: Final[tuple[_Arm, ...]] = ("auto", "off")
@@ -136,6 +137,8 @@ class _Desk:
         beside = []
         while not reading.done():
             beside.append(await talk.timed(dice))
+            # The target verifies.
+            await asyncio.sleep(_VERIFY_S)
         await reading
         return alone, beside
 

@@ -22,7 +22,7 @@ class Pace:
         self._id_s: float | None = None
 
     def chunk(self, drafting: bool) -> int:
-        """Ids to read now. drafting: whether somebody's draft waits for it."""
+        """Ids to read now. drafting: whether somebody's draft waits for it, or may come at any moment."""
         if not drafting:
             return self._most
         if self._step_s is None or not self._id_s:

@@ -9,6 +9,7 @@ underscore run there.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import traceback
 from collections import deque
@@ -28,6 +29,9 @@ from draftwire.sampling import Draw, draw, host_ids, settle
 T = TypeVar("T")
 # Rows of one forward, all sessions together: beyond it, one that has several ids to feed takes more steps instead.
 _MOST_ROWS: Final = 16
+
+# Who has drafted within this time is about to ask again, once its target has verified, and must not find a long chunk running.
+_RECENT_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +98,8 @@ class Together:
         self._stepping = False
         self._reading: deque[_Job] = deque()
         self._drafting: list[_Job] = []
+        self._stepped_s = -math.inf
+        """When the last step of drafts ended."""
 
     @property
     def waiting(self) -> int:
@@ -195,7 +201,8 @@ class Together:
             if not self._guarded(jobs, lambda bench=bench, jobs=jobs: self._forward(bench, jobs, width)):  # type: ignore[misc]
                 bench.lose()
         self._drafting = [job for job in self._drafting if not job.done.done()]
-        self._pace.stepped(self._clock() - began_s)
+        self._stepped_s = self._clock()
+        self._pace.stepped(self._stepped_s - began_s)
 
     def _arranged(self, kvs: Sequence[PooledKv], width: int) -> list[Bench]:
         assert self._benches is not None
@@ -241,7 +248,8 @@ class Together:
         start = len(job.kv.fed)
         # A draft needs the logits of its path's last id, which are computed in a step.
         end = len(job.path) - (job.ask is not None)
-        chunk = job.path[start : min(end, start + self._pace.chunk(drafting=bool(self._drafting)))]
+        drafting = bool(self._drafting) or began_s - self._stepped_s < _RECENT_S
+        chunk = job.path[start : min(end, start + self._pace.chunk(drafting=drafting))]
         job.kv.extend(chunk)
         spent_s = self._clock() - began_s
         job.work.computed_s += spent_s
