@@ -39,6 +39,13 @@ class DraftSettings(ServiceSettings):
         description="Most bytes of KV cache (or index) of all sessions.",
         json_schema_extra=refuses("KV_BUDGET"),
     )
+    prompt_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 * 1024**2,
+        description="Most bytes of KV kept after their sessions, within --kv-bytes-limit; sessions come first; 0: none.",
+    )
+    batching: Literal["auto", "off"] = Field(
+        "auto", description="Whether sessions of the draft model share forwards; 'auto' does where the model can."
+    )
     max_calls: Count = Field(
         256,
         description="Calls that may run or wait at once; more are refused.",

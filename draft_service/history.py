@@ -36,6 +36,11 @@ class History:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def ids(self) -> array[int]:
+        """All ids. Not a copy: to read only."""
+        return self._ids
+
     def since(self, position: int) -> list[int]:
         """The ids [position, length)."""
         return self._ids[position:].tolist()

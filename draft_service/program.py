@@ -117,7 +117,7 @@ class DraftProgram:
             runner,
             time.monotonic,
             max_draft_tokens=settings.num_draft_tokens,
-            prefill_step_size=settings.prefill_step_size,
+            prompt_cache_bytes=settings.prompt_cache_bytes,
         )
         self._servicer.ready(rounds)
         await self._lifecycle.enter(State.SERVING)
@@ -142,8 +142,11 @@ class DraftProgram:
             model_id=source.model_id,
             context_length=source.context_length,
             weights_bytes=source.weights_bytes,
+            batching=source.batching,
             seconds=round(time.monotonic() - began_s, 1),
         )
+        if source.batching != "ragged" and settings.batching != "off":
+            _log.warning("one_by_one", reason=source.batching.partition(": ")[2])
         return source
 
     def _load_model(self) -> Source:
@@ -158,6 +161,7 @@ class DraftProgram:
             cache_dir=settings.cache_dir,
             context_length=settings.context_length,
             prefill_step_size=settings.prefill_step_size,
+            batching=settings.batching,
         )
         return self._source
 

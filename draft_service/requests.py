@@ -91,6 +91,8 @@ def read_opening(message: draft_pb2.SessionOpen) -> Opening:
             max_length=message.max_length,
             sampler=sampler,
             end_ids=frozenset(message.end_token_ids),
+            cache_salt=message.cache_salt,
+            cached=not message.cache_disabled,
         ),
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         expected_instance_id=message.expected_instance_id,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from draft_service.calls import NOTHING, Call, Outcome, Round
 from draft_service.history import History
+from draft_service.prefixes import PrefixCache
 from draft_service.sessions import Session, SessionTable
-from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, Runner, SessionSpec, Source
+from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, Prefix, Runner, SessionSpec, Source
 from draftwire.errors import Cancelled, DraftwireError, PositionGap, Superseded
 from draftwire.logs import get_logger
 from draftwire.wire import invalid
@@ -34,21 +35,25 @@ class Rounds:
         clock: Callable[[], float],
         *,
         max_draft_tokens: int,
-        prefill_step_size: int = 256,
+        prompt_cache_bytes: int = 0,
     ) -> None:
+        """prompt_cache_bytes: most bytes of prefixes that are kept after their sessions; 0 keeps none."""
         self.table = table
         table.on_close = self._closed
         self.source = source
-        self._runner = runner
+        self.prefixes = PrefixCache(prompt_cache_bytes, self._forget)
+        self._computing = source.computing(runner, clock)
         self._clock = clock
         self._max_draft_tokens = max_draft_tokens
-        self._step = prefill_step_size
+        self._closing = False
+        self._leaving: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
+        """By group: sessions that are over and whose prefixes are not in the cache yet."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def queue_depth(self) -> int:
-        """Jobs that wait for the compute thread."""
-        return self._runner.queue_depth
+        """Calls that wait for the compute thread."""
+        return self._computing.waiting
 
     async def idle(self) -> None:
         """Returns once no call runs."""
@@ -56,8 +61,10 @@ class Rounds:
             await asyncio.wait(list(self._tasks))
 
     async def close(self) -> None:
-        """Stops all calls, closes all sessions, and waits until their drafters are gone."""
+        """Stops all calls, closes all sessions, forgets all prefixes, and waits until all of it is gone."""
+        self._closing = True
         self.table.close_all()
+        self.prefixes.clear()
         await self.idle()
 
     async def prefill(
@@ -71,6 +78,7 @@ class Rounds:
         session = self.table.open(
             owner, session_id, spec=spec, kv_bytes=self.source.bytes_for(spec.max_length), lease_s=lease_s
         )
+        self._make_way()
         session.stop_calls(Superseded(f"session {session_id!r} was opened anew"))
         session.newest, session.history, session.rewritten = None, history, True
         call = Call(self._clock)
@@ -127,8 +135,7 @@ class Rounds:
             call.check()
             length = len(session.history)
             drafter, reused_length = await self._ready(session)
-            while drafter.behind and not call.should_stop():
-                await self._compute(session, call, lambda: drafter.feed(call.should_stop))
+            await self._sound(session, self._computing.catch_up(drafter, call))
             call.check()
             return self._outcome(session, call, length, reused_length=reused_length)
 
@@ -141,11 +148,7 @@ class Rounds:
             ask = self._lowered(session, asked.ask)
             if ask is None:
                 return self._outcome(session, call, length, Guess(end=DraftEnd.MAX_DRAFT_TOKENS))
-            while drafter.behind > self._step and not call.should_stop():
-                await self._compute(session, call, lambda: drafter.feed(call.should_stop))
-            guess = Guess(end=DraftEnd.TIME_BUDGET)
-            if not call.should_stop():
-                guess = await self._compute(session, call, lambda: drafter.draft(ask, call.should_stop))
+            guess = await self._sound(session, self._computing.draft(drafter, ask, call))
             call.check()
             return self._outcome(session, call, length, guess)
 
@@ -156,6 +159,7 @@ class Rounds:
             await self._drop(session)
         if session.drafter is None:
             session.drafter, session.drafter_spec = self.source.open(session.spec), session.spec
+            await self._adopt(session, session.drafter, session.spec)
         drafter = session.drafter
         if session.rewritten:
             session.rewritten = False
@@ -170,19 +174,12 @@ class Rounds:
         limit = min(ask.limit, self._max_draft_tokens, room)
         return replace(ask, limit=limit) if limit > 0 else None
 
-    async def _compute(self, session: Session, call: Call, job: Callable[[], T]) -> T:
-        """Runs a job of the session's drafter; one that fails costs the session, for its state is unknown."""
-
-        def timed() -> T:
-            began_s = self._clock()
-            try:
-                return job()
-            finally:
-                call.computed_s += self._clock() - began_s
-
+    async def _sound(self, session: Session, computing: Awaitable[T]) -> T:
+        """Waits for the session's drafter; one that fails costs the session, for its state is unknown."""
         try:
-            return await self._runner.run(timed)
+            return await computing
         except Exception:
+            session.sound = False
             self.table.close(session, "failed")
             raise
 
@@ -227,7 +224,18 @@ class Rounds:
 
     def _closed(self, session: Session) -> None:
         """A session has left the table: its drafter goes once no call uses it."""
-        self._start(self._discard(session))
+        task = self._start(self._discard(session))
+        self._make_way()
+        if session.spec is None or not session.spec.cached or not self.prefixes.limit_bytes:
+            return
+        group = session.owner, session.spec.cache_salt
+        self._leaving.setdefault(group, set()).add(task)
+        task.add_done_callback(lambda task: self._left(group, task))
+
+    def _left(self, group: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._leaving[group].discard(task)
+        if not self._leaving[group]:
+            del self._leaving[group]
 
     async def _discard(self, session: Session) -> None:
         async with session.turn:
@@ -237,15 +245,53 @@ class Rounds:
                 _log.error("close_failed", session_id=session.session_id, exc_info=error)
 
     async def _drop(self, session: Session) -> None:
-        drafter, session.drafter = session.drafter, None
-        if drafter is not None:
-            await self._runner.run(drafter.close)
+        """Closes the drafter; what it computed goes into the prefix cache, if the session allows it."""
+        drafter, spec = session.drafter, session.drafter_spec
+        session.drafter = None
+        if drafter is None or spec is None:
+            return
+        if not (spec.cached and session.sound and self.prefixes.limit_bytes) or self._closing:
+            await self._computing.run(drafter.close)
+            return
+        prefix = await self._computing.run(lambda: _kept(drafter))
+        if prefix is not None:
+            self.prefixes.add((session.owner, spec.cache_salt), prefix)
+            self._make_way()
+
+    async def _adopt(self, session: Session, drafter: Drafter, spec: SessionSpec) -> None:
+        """Gives a new drafter what a former session of the same owner and salt computed of the same ids."""
+        if not spec.cached:
+            return
+        leaving = self._leaving.get((session.owner, spec.cache_salt))
+        if leaving:
+            # A follow-up turn often comes right behind the Release of the turn before.
+            await asyncio.wait(list(leaving))
+        found = self.prefixes.find((session.owner, spec.cache_salt), session.history.ids)
+        if found is not None:
+            prefix, length = found
+            await self._sound(session, self._computing.run(lambda: drafter.adopt(prefix, length)))
+
+    def _make_way(self) -> None:
+        """Sessions come first: prefixes have what those leave of the memory, and pools of many what is left then."""
+        self.prefixes.fit(0 if self._closing else self.table.spare_bytes)
+        self._computing.spare(self.table.spare_bytes - self.prefixes.nbytes)
+
+    def _forget(self, prefix: Prefix) -> None:
+        """A prefix has left the cache."""
+        self._start(self._computing.run(prefix.drop))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _kept(drafter: Drafter) -> Prefix | None:
+    try:
+        return drafter.keep()
+    finally:
+        drafter.close()
 
 
 def _check_length(field: str, length: int, max_length: int) -> None:

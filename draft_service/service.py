@@ -84,6 +84,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             max_message_bytes=self._max_message_bytes,
             max_lease=to_duration(self._limits.max_lease_s),
             load=self._load(),
+            batching=source.batching,
         )
 
     async def Prefill(
@@ -225,6 +226,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             kv_bytes=rounds.table.kv_bytes,
             kv_bytes_limit=self._limits.kv_bytes,
             queue_depth=rounds.queue_depth,
+            prompt_cache_bytes=rounds.prefixes.nbytes,
         )
 
 

@@ -50,6 +50,8 @@ class Session:
         self.drafter_spec: SessionSpec | None = None
         self.rewritten = False
         """Whether the history was replaced since the drafter last looked."""
+        self.sound = True
+        """Whether what the drafter computed can be trusted: false after a failure."""
 
     def stop_calls(self, error: DraftwireError) -> None:
         """Stops all calls."""
@@ -76,6 +78,11 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What sessions leave of the limit."""
+        return self._limits.kv_bytes - self.kv_bytes
 
     def find(self, owner: str, session_id: str) -> Session:
         """The session, its lease renewed. Raises NotFound (SESSION_UNKNOWN) or PermissionDenied."""

@@ -112,7 +112,7 @@ class SequenceCache:
             raise InternalError(f"cache has {self.length} positions, cannot keep {length}", reason="CACHE_LENGTH")
         if length == self.length:
             return length
-        stand = self._reachable(length)
+        stand = self.reachable(length)
         if stand is None:
             self.clear()
             return 0
@@ -126,6 +126,13 @@ class SequenceCache:
                 leaf.cache = list(state)
         self.length = stand
         return stand
+
+    def twin(self) -> SequenceCache:
+        """A cache of the same model with the same marks and length, and layers that the caller has to fill in."""
+        twin = SequenceCache(self._model, self._quantisation, marks=self._most_marks)
+        twin._marks = [_Mark(mark.position, [list(state) for state in mark.states]) for mark in self._marks]
+        twin.length = self.length
+        return twin
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -157,8 +164,8 @@ class SequenceCache:
     def _states(self) -> Iterator[ArraysCache]:
         return (leaf for leaf in flat(self.layers) if type(leaf) is ArraysCache)
 
-    def _reachable(self, length: int) -> int | None:
-        """The longest length up to `length` that all layers can be taken back to."""
+    def reachable(self, length: int) -> int | None:
+        """The longest length up to `length`, which is below the present one, that all layers can be taken back to."""
         if self._foreign:
             return None
         if self._recurrent:

@@ -242,6 +242,13 @@ class RaggedPool:
         if self._roomy >= _PATIENCE:
             self._repack(*self._wanted(width))
 
+    def compact(self, width: int) -> None:
+        """Shrinks to what its rows and a forward of this width need, at the price of a copy."""
+        longest = max((row.length for row in self.rows), default=0)
+        slots, capacity = shape_for(len(self.rows), longest + width)
+        if (slots, capacity) != (self.slots, self.capacity):
+            self._repack(slots, capacity)
+
     def _wanted(self, width: int) -> tuple[int, int]:
         """Slots and capacity that would do; a capacity that is less than twice what is needed stays."""
         rows = self.rows
@@ -348,6 +355,11 @@ def prefill_caches(prototype: Sequence[Any]) -> list[Any]:
 def slot_class(rows: int) -> int:
     """The slots that a pool of so many rows has."""
     return next((size for size in _CLASSES if size >= rows), -(-rows // _CLASSES[-1]) * _CLASSES[-1])
+
+
+def shape_for(rows: int, positions: int) -> tuple[int, int]:
+    """(slots, capacity) of the smallest pool for so many rows of so many positions."""
+    return slot_class(max(rows, 1)), -(-positions // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def flat(layers: Sequence[Any]) -> Iterator[Any]:

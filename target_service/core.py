@@ -128,6 +128,7 @@ class Target:
             end_ids=stopping.end_ids | stopping.stop_ids,
             vocabulary=self.engine.width,
             cache_salt=generation.cache_salt,
+            cache_disabled=generation.cache_disabled,
             timeout_s=self.parts.draft_timeout_s,
         )
         return RemoteDrafts(self.pool, terms, lambda: sequence.ledger.ids, sequence.span)

@@ -93,6 +93,8 @@ class Generation:
     drafting: Drafting
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    cache_disabled: bool = False
+    """Neither reads nor fills prefix caches, the drafter's included."""
     priority: int = 0
     owner: str = ""
     """The client that it belongs to."""

@@ -28,7 +28,9 @@ from target_service.spans import NoSpan, RequestSpan
 
 _log = get_logger("drafts")
 
-_PREFILL_TIMEOUT_S = 60.0
+_PREFILL_TIMEOUT_S = 5.0
+_PREFILL_ID_S = 0.02
+_MAX_PREFILL_TIMEOUT_S = 60.0
 _CHUNK_IDS = 65_536
 _RELEASE_TIMEOUT_S = 2.0
 _REOPEN_PAUSE_S = 0.05
@@ -47,6 +49,7 @@ class SessionTerms:
     vocabulary: int
     """Ids at or above it are not ids: a draft is cut there."""
     cache_salt: str
+    cache_disabled: bool
     timeout_s: float
     """Deadline of a Draft call."""
 
@@ -285,9 +288,10 @@ class RemoteDrafts:
 
     async def _prefill(self, session: _Session) -> None:
         ids = list(self._committed())
+        # One that hangs must not keep the request from another drafter; one that reads slower than this is of no use.
+        timeout_s = min(_MAX_PREFILL_TIMEOUT_S, _PREFILL_TIMEOUT_S + _PREFILL_ID_S * len(ids))
         with self._span.call("Prefill", session.link.address) as call:
-            parts = self._parts(session, ids)
-            prefill = session.link.stub.Prefill(parts, timeout=_PREFILL_TIMEOUT_S, metadata=call.metadata)
+            prefill = session.link.stub.Prefill(self._parts(session, ids), timeout=timeout_s, metadata=call.metadata)
             reply = await answer_of(prefill)
             if reply.instance_id != session.instance_id:
                 raise NotFound("another instance answered")
@@ -317,6 +321,7 @@ class RemoteDrafts:
                 max_length=self._terms.max_length,
                 end_token_ids=sorted(self._terms.end_ids),
                 cache_salt=self._terms.cache_salt,
+                cache_disabled=self._terms.cache_disabled,
             )
         )
         digest = 0

@@ -70,6 +70,7 @@ def generation_of(
         drafting=drafting,
         skip_special_tokens=skip,
         cache_salt=request.cache.cache_salt,
+        cache_disabled=request.cache.disabled,
         priority=request.priority,
         owner=owner,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ class SessionSpec:
     """How the target draws; greedy where its noise or sampler version is unknown here."""
     end_ids: frozenset[int]
     """Ids after which nothing is drafted."""
+    cache_salt: str = ""
+    """Prefixes are shared only with sessions of equal salt and owner."""
+    cached: bool = True
+    """Whether it may read and fill the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,25 @@ class Guess:
     end: DraftEnd
 
 
+class Prefix(Protocol):
+    """What a session computed, kept beyond its end for sessions that begin with the same ids. Never changed."""
+
+    ids: array[int]
+    """The ids that it holds, exactly."""
+    nbytes: int
+
+    def reach(self, length: int) -> int:
+        """How many of the first `length` ids, at most, a session can take over."""
+
+    def drop(self) -> None:
+        """Frees what it holds. Idempotent; whoever takes it over afterwards gets nothing."""
+
+
 class Drafter(Protocol):
-    """What a source keeps for one session. Calls never overlap; all but `feed`, `draft` and `close` only note things."""
+    """What a source keeps for one session. Calls never overlap.
+
+    `feed`, `draft`, `keep`, `adopt` and `close` compute; the others only note things.
+    """
 
     @property
     def length(self) -> int:
@@ -93,8 +115,44 @@ class Drafter(Protocol):
     def draft(self, ask: Ask, stop: Stop) -> Guess:
         """Drafts behind committed + assumed ids. Returns what it has once `stop` says so."""
 
+    def keep(self) -> Prefix | None:
+        """Hands over what it computed of the committed ids; None where that is nothing. Only `close` follows."""
+
+    def adopt(self, prefix: Prefix, length: int) -> None:
+        """Takes over the first `length` ids, before it was told any; `reach` named that length."""
+
     def close(self) -> None:
         """Frees what it holds. Idempotent; nothing else is called afterwards."""
+
+
+class Work(Protocol):
+    """A call, as far as those who compute for it must know it."""
+
+    computed_s: float
+    """Seconds of computing that it took part in, so far."""
+
+    def should_stop(self) -> bool:
+        """As `Stop`."""
+
+
+class Computing(Protocol):
+    """How the drafters of a source compute: each for itself, or many at once. Belongs to the event loop."""
+
+    @property
+    def waiting(self) -> int:
+        """Calls or jobs whose computing has not begun."""
+
+    async def catch_up(self, drafter: Drafter, work: Work) -> None:
+        """Computes, chunk by chunk, what a draft would have to wait for, until nothing is behind or the work stops."""
+
+    async def draft(self, drafter: Drafter, ask: Ask, work: Work) -> Guess:
+        """Catches up and drafts; returns what it has once the work stops."""
+
+    def spare(self, nbytes: int) -> None:
+        """So many bytes may be used beyond what sessions are charged; now, not for ever."""
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Runs anything else where drafters compute, between steps of theirs."""
 
 
 class Source(Protocol):
@@ -112,6 +170,8 @@ class Source(Protocol):
     context_length: int
     """Most tokens that can be drafted for; 0 means no limit."""
     weights_bytes: int
+    batching: str
+    """"ragged" where sessions draft in one forward, "one by one: ..." with the reason, empty where there are no forwards."""
     draws: bool
     """Whether it follows the shared noise; else it drafts greedily."""
 
@@ -120,6 +180,9 @@ class Source(Protocol):
 
     def open(self, spec: SessionSpec) -> Drafter:
         """An empty drafter. Cheap: memory is taken by `feed` and `draft`."""
+
+    def computing(self, runner: Runner, clock: Callable[[], float]) -> Computing:
+        """How its drafters compute. clock: seconds."""
 
     def close(self) -> None:
         """Frees what it holds, after all of its drafters."""

@@ -25,7 +25,10 @@ class KvCache:
 
         self.fed: list[int] = []
         self._model = model
-        self._cache = SequenceCache(model, marks=_MARKS)
+        self._cache: SequenceCache = SequenceCache(model, marks=_MARKS)
+
+    def refresh(self) -> None:
+        """Called before it is used: `fed` is then what it holds."""
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +69,28 @@ class KvCache:
         if length < self._cache.length:
             del self.fed[self._cache.truncate(length) :]
         self.check()
+
+    def reach(self, length: int) -> int:
+        """How many of the first `length` ids, at most, a copy can have."""
+        from draftwire.cache_copies import reach
+
+        return reach(self._cache, length)
+
+    def adopt(self, other: KvCache, length: int) -> None:
+        """Holds a copy of the other's first `length` ids instead of its own."""
+        from draftwire.cache_copies import copied
+
+        self._cache = copied(other._cache, length)
+        self.fed = other.fed[: self._cache.length]
+        self.check()
+
+    def settle(self) -> None:
+        """Moves into arrays of its own, if it is elsewhere."""
+
+    def drop(self) -> None:
+        """Lets go of all arrays; it is at its end."""
+        self._cache.drop()
+        self.fed = []
 
     def check(self) -> None:
         """Raises SourceError unless every layer holds exactly the fed ids."""

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import TypeVar
 
 from draft_service.sources.automaton import SuffixAutomaton
-from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, SessionSpec, Stop
+from draft_service.sources.base import Ask, Computing, DraftEnd, Drafter, Guess, Prefix, Runner, SessionSpec, Stop
+from draft_service.sources.one_by_one import OneByOne
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class LookupSource:
     tokenizer_fingerprint = ""
     tokenizer_size = 0
     weights_bytes = 0
+    batching = ""
     draws = False
 
     def __init__(self, *, min_match: int = 2, context_length: int = 0) -> None:
@@ -42,6 +44,10 @@ class LookupSource:
     def open(self, spec: SessionSpec) -> Drafter:
         """An empty index."""
         return LookupDrafter(spec, min_match=self._min_match, context_length=self.context_length)
+
+    def computing(self, runner: Runner, clock: Callable[[], float]) -> Computing:
+        """One after another: a draft takes some microseconds."""
+        return OneByOne(runner, clock)
 
     def close(self) -> None:
         """Nothing is shared by sessions."""
@@ -115,6 +121,12 @@ class LookupDrafter:
         ids = tuple(path[start:])
         chances = [length * (length + 1) / ((length + i + 1) * (length + i + 2)) for i in range(len(ids))]
         return Guess(ids=ids, confidences=tuple(chances) if ask.want_confidences else (), end=end)
+
+    def keep(self) -> Prefix | None:
+        """Nothing: an index is built faster than a cache is worth (ADR 0303)."""
+
+    def adopt(self, prefix: Prefix, length: int) -> None:
+        """Never called: nothing is kept."""
 
     def close(self) -> None:
         """Drops the index."""

@@ -26,45 +26,45 @@ from draftwire.v1 import common_pb2 as draftwire_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwire/v1/draft.proto\x12\x0c\x64raftwire.v1\x1a\x19\x64raftwire/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"G\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12target_instance_id\x18\x02 \x01(\t\"\x94\x04\n\x10\x44\x65scribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x1c\n\x14min_protocol_version\x18\x03 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x04 \x01(\r\x12\x13\n\x0bsource_kind\x18\x05 \x01(\t\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x16\n\x0emodel_revision\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_size\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\n \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\r\x12\x16\n\x0enoise_versions\x18\x0c \x03(\r\x12\x18\n\x10sampler_versions\x18\r \x03(\r\x12#\n\x04taps\x18\x0e \x01(\x0b\x32\x15.draftwire.v1.TapSpec\x12\x15\n\rweights_bytes\x18\x0f \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x10 \x01(\r\x12,\n\tmax_lease\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12 \n\x04load\x18\x12 \x01(\x0b\x32\x12.draftwire.v1.Load\x12\x14\n\x0c\x63\x61pabilities\x18\x13 \x03(\t\"\x97\x01\n\x07TapSpec\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.draftwire.v1.DataType\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\"\n\x1atarget_weights_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14max_rows_per_message\x18\x05 \x01(\r\"n\n\x04Load\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x15\n\rsession_limit\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_limit\x18\x04 \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\"k\n\x0ePrefillRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftwire.v1.SessionOpenH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.AdvanceH\x00\x42\x06\n\x04part\"\xa7\x02\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x1c\n\x14\x65xpected_instance_id\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.draftwire.v1.NoiseSampling\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12\x12\n\ncache_salt\x18\t \x01(\t\x12(\n\x05lease\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"j\n\x07\x41\x64vance\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x07\x12\"\n\x04rows\x18\x04 \x03(\x0b\x32\x14.draftwire.v1.Tensor\"\xcb\x01\n\x0fPrefillResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12\x15\n\rreused_length\x18\x03 \x01(\r\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.draftwire.v1.Timings\x12 \n\x04load\x18\x06 \x01(\x0b\x32\x12.draftwire.v1.Load\"\xd8\x01\n\x0c\x44raftRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12&\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x15.draftwire.v1.Advance\x12\x19\n\x11\x61ssumed_token_ids\x18\x04 \x03(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12.\n\x0btime_budget\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10want_confidences\x18\x07 \x01(\x08\"\xfc\x01\n\rDraftResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x06 \x03(\x02\x12#\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x16.draftwire.v1.DraftEnd\x12&\n\x07timings\x18\x08 \x01(\x0b\x32\x15.draftwire.v1.Timings\x12 \n\x04load\x18\t \x01(\x0b\x32\x12.draftwire.v1.Load\"a\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"Z\n\rCommitRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12&\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x15.draftwire.v1.Advance\"i\n\x0e\x43ommitResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\x0eReleaseRequest\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse*\xcb\x01\n\x08\x44raftEnd\x12\x19\n\x15\x44RAFT_END_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44RAFT_END_MAX_DRAFT_TOKENS\x10\x01\x12\x17\n\x13\x44RAFT_END_END_TOKEN\x10\x02\x12\x16\n\x12\x44RAFT_END_NO_MATCH\x10\x03\x12\x1c\n\x18\x44RAFT_END_LOW_CONFIDENCE\x10\x04\x12\x1a\n\x16\x44RAFT_END_CONTEXT_FULL\x10\x05\x12\x19\n\x15\x44RAFT_END_TIME_BUDGET\x10\x06\x32\xf2\x02\n\x0c\x44raftService\x12I\n\x08\x44\x65scribe\x12\x1d.draftwire.v1.DescribeRequest\x1a\x1e.draftwire.v1.DescribeResponse\x12H\n\x07Prefill\x12\x1c.draftwire.v1.PrefillRequest\x1a\x1d.draftwire.v1.PrefillResponse(\x01\x12@\n\x05\x44raft\x12\x1a.draftwire.v1.DraftRequest\x1a\x1b.draftwire.v1.DraftResponse\x12\x43\n\x06\x43ommit\x12\x1b.draftwire.v1.CommitRequest\x1a\x1c.draftwire.v1.CommitResponse\x12\x46\n\x07Release\x12\x1c.draftwire.v1.ReleaseRequest\x1a\x1d.draftwire.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwire/v1/draft.proto\x12\x0c\x64raftwire.v1\x1a\x19\x64raftwire/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"G\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12target_instance_id\x18\x02 \x01(\t\"\xa6\x04\n\x10\x44\x65scribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x1c\n\x14min_protocol_version\x18\x03 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x04 \x01(\r\x12\x13\n\x0bsource_kind\x18\x05 \x01(\t\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x16\n\x0emodel_revision\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_size\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\n \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x0b \x01(\r\x12\x16\n\x0enoise_versions\x18\x0c \x03(\r\x12\x18\n\x10sampler_versions\x18\r \x03(\r\x12#\n\x04taps\x18\x0e \x01(\x0b\x32\x15.draftwire.v1.TapSpec\x12\x15\n\rweights_bytes\x18\x0f \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x10 \x01(\r\x12,\n\tmax_lease\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12 \n\x04load\x18\x12 \x01(\x0b\x32\x12.draftwire.v1.Load\x12\x14\n\x0c\x63\x61pabilities\x18\x13 \x03(\t\x12\x10\n\x08\x62\x61tching\x18\x14 \x01(\t\"\x97\x01\n\x07TapSpec\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.draftwire.v1.DataType\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\"\n\x1atarget_weights_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14max_rows_per_message\x18\x05 \x01(\r\"\x8a\x01\n\x04Load\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x15\n\rsession_limit\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_limit\x18\x04 \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\x12\x1a\n\x12prompt_cache_bytes\x18\x06 \x01(\x04\"k\n\x0ePrefillRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftwire.v1.SessionOpenH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.AdvanceH\x00\x42\x06\n\x04part\"\xbf\x02\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x1c\n\x14\x65xpected_instance_id\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.draftwire.v1.NoiseSampling\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12\x12\n\ncache_salt\x18\t \x01(\t\x12(\n\x05lease\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x63\x61\x63he_disabled\x18\x0b \x01(\x08\"j\n\x07\x41\x64vance\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x07\x12\"\n\x04rows\x18\x04 \x03(\x0b\x32\x14.draftwire.v1.Tensor\"\xcb\x01\n\x0fPrefillResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12\x15\n\rreused_length\x18\x03 \x01(\r\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.draftwire.v1.Timings\x12 \n\x04load\x18\x06 \x01(\x0b\x32\x12.draftwire.v1.Load\"\xd8\x01\n\x0c\x44raftRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12&\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x15.draftwire.v1.Advance\x12\x19\n\x11\x61ssumed_token_ids\x18\x04 \x03(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12.\n\x0btime_budget\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10want_confidences\x18\x07 \x01(\x08\"\xfc\x01\n\rDraftResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x06 \x03(\x02\x12#\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x16.draftwire.v1.DraftEnd\x12&\n\x07timings\x18\x08 \x01(\x0b\x32\x15.draftwire.v1.Timings\x12 \n\x04load\x18\t \x01(\x0b\x32\x12.draftwire.v1.Load\"a\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"Z\n\rCommitRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12&\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x15.draftwire.v1.Advance\"i\n\x0e\x43ommitResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\x0eReleaseRequest\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse*\xcb\x01\n\x08\x44raftEnd\x12\x19\n\x15\x44RAFT_END_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44RAFT_END_MAX_DRAFT_TOKENS\x10\x01\x12\x17\n\x13\x44RAFT_END_END_TOKEN\x10\x02\x12\x16\n\x12\x44RAFT_END_NO_MATCH\x10\x03\x12\x1c\n\x18\x44RAFT_END_LOW_CONFIDENCE\x10\x04\x12\x1a\n\x16\x44RAFT_END_CONTEXT_FULL\x10\x05\x12\x19\n\x15\x44RAFT_END_TIME_BUDGET\x10\x06\x32\xf2\x02\n\x0c\x44raftService\x12I\n\x08\x44\x65scribe\x12\x1d.draftwire.v1.DescribeRequest\x1a\x1e.draftwire.v1.DescribeResponse\x12H\n\x07Prefill\x12\x1c.draftwire.v1.PrefillRequest\x1a\x1d.draftwire.v1.PrefillResponse(\x01\x12@\n\x05\x44raft\x12\x1a.draftwire.v1.DraftRequest\x1a\x1b.draftwire.v1.DraftResponse\x12\x43\n\x06\x43ommit\x12\x1b.draftwire.v1.CommitRequest\x1a\x1c.draftwire.v1.CommitResponse\x12\x46\n\x07Release\x12\x1c.draftwire.v1.ReleaseRequest\x1a\x1d.draftwire.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwire.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTEND']._serialized_start=2527
-  _globals['_DRAFTEND']._serialized_end=2730
+  _globals['_DRAFTEND']._serialized_start=2598
+  _globals['_DRAFTEND']._serialized_end=2801
   _globals['_DESCRIBEREQUEST']._serialized_start=101
   _globals['_DESCRIBEREQUEST']._serialized_end=172
   _globals['_DESCRIBERESPONSE']._serialized_start=175
-  _globals['_DESCRIBERESPONSE']._serialized_end=707
-  _globals['_TAPSPEC']._serialized_start=710
-  _globals['_TAPSPEC']._serialized_end=861
-  _globals['_LOAD']._serialized_start=863
-  _globals['_LOAD']._serialized_end=973
-  _globals['_PREFILLREQUEST']._serialized_start=975
-  _globals['_PREFILLREQUEST']._serialized_end=1082
-  _globals['_SESSIONOPEN']._serialized_start=1085
-  _globals['_SESSIONOPEN']._serialized_end=1380
-  _globals['_ADVANCE']._serialized_start=1382
-  _globals['_ADVANCE']._serialized_end=1488
-  _globals['_PREFILLRESPONSE']._serialized_start=1491
-  _globals['_PREFILLRESPONSE']._serialized_end=1694
-  _globals['_DRAFTREQUEST']._serialized_start=1697
-  _globals['_DRAFTREQUEST']._serialized_end=1913
-  _globals['_DRAFTRESPONSE']._serialized_start=1916
-  _globals['_DRAFTRESPONSE']._serialized_end=2168
-  _globals['_TIMINGS']._serialized_start=2170
-  _globals['_TIMINGS']._serialized_end=2267
-  _globals['_COMMITREQUEST']._serialized_start=2269
-  _globals['_COMMITREQUEST']._serialized_end=2359
-  _globals['_COMMITRESPONSE']._serialized_start=2361
-  _globals['_COMMITRESPONSE']._serialized_end=2466
-  _globals['_RELEASEREQUEST']._serialized_start=2468
-  _globals['_RELEASEREQUEST']._serialized_end=2505
-  _globals['_RELEASERESPONSE']._serialized_start=2507
-  _globals['_RELEASERESPONSE']._serialized_end=2524
-  _globals['_DRAFTSERVICE']._serialized_start=2733
-  _globals['_DRAFTSERVICE']._serialized_end=3103
+  _globals['_DESCRIBERESPONSE']._serialized_end=725
+  _globals['_TAPSPEC']._serialized_start=728
+  _globals['_TAPSPEC']._serialized_end=879
+  _globals['_LOAD']._serialized_start=882
+  _globals['_LOAD']._serialized_end=1020
+  _globals['_PREFILLREQUEST']._serialized_start=1022
+  _globals['_PREFILLREQUEST']._serialized_end=1129
+  _globals['_SESSIONOPEN']._serialized_start=1132
+  _globals['_SESSIONOPEN']._serialized_end=1451
+  _globals['_ADVANCE']._serialized_start=1453
+  _globals['_ADVANCE']._serialized_end=1559
+  _globals['_PREFILLRESPONSE']._serialized_start=1562
+  _globals['_PREFILLRESPONSE']._serialized_end=1765
+  _globals['_DRAFTREQUEST']._serialized_start=1768
+  _globals['_DRAFTREQUEST']._serialized_end=1984
+  _globals['_DRAFTRESPONSE']._serialized_start=1987
+  _globals['_DRAFTRESPONSE']._serialized_end=2239
+  _globals['_TIMINGS']._serialized_start=2241
+  _globals['_TIMINGS']._serialized_end=2338
+  _globals['_COMMITREQUEST']._serialized_start=2340
+  _globals['_COMMITREQUEST']._serialized_end=2430
+  _globals['_COMMITRESPONSE']._serialized_start=2432
+  _globals['_COMMITRESPONSE']._serialized_end=2537
+  _globals['_RELEASEREQUEST']._serialized_start=2539
+  _globals['_RELEASEREQUEST']._serialized_end=2576
+  _globals['_RELEASERESPONSE']._serialized_start=2578
+  _globals['_RELEASERESPONSE']._serialized_end=2595
+  _globals['_DRAFTSERVICE']._serialized_start=2804
+  _globals['_DRAFTSERVICE']._serialized_end=3174
 # @@protoc_insertion_point(module_scope)

@@ -119,6 +119,7 @@ class DescribeResponse(_message.Message):
     MAX_LEASE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    BATCHING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Identity of this process, new at each start: a changed value means that every session is gone."""
     software_version: _builtins.str
@@ -145,6 +146,10 @@ class DescribeResponse(_message.Message):
     """Bytes of the draft model's weights in memory."""
     max_message_bytes: _builtins.int
     """Largest message that is accepted, in bytes."""
+    batching: _builtins.str
+    """For people: how sessions share forwards of the draft model. "ragged", or "one by one: " and the reason; empty where
+    there is no model, or it is not said.
+    """
     @_builtins.property
     def noise_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Noise versions that are understood; empty means greedy drafts only."""
@@ -191,10 +196,11 @@ class DescribeResponse(_message.Message):
         max_lease: _duration_pb2.Duration | None = ...,
         load: Global___Load | None = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        batching: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "max_lease", b"max_lease", "taps", b"taps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "instance_id", b"instance_id", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "max_lease", b"max_lease", "max_message_bytes", b"max_message_bytes", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model_id", b"model_id", "model_revision", b"model_revision", "noise_versions", b"noise_versions", "sampler_versions", b"sampler_versions", "software_version", b"software_version", "source_kind", b"source_kind", "taps", b"taps", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "instance_id", b"instance_id", "load", b"load", "max_draft_tokens", b"max_draft_tokens", "max_lease", b"max_lease", "max_message_bytes", b"max_message_bytes", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model_id", b"model_id", "model_revision", b"model_revision", "noise_versions", b"noise_versions", "sampler_versions", b"sampler_versions", "software_version", b"software_version", "source_kind", b"source_kind", "taps", b"taps", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,6 +257,7 @@ class Load(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     """Sessions that are open."""
     session_limit: _builtins.int
@@ -261,6 +268,8 @@ class Load(_message.Message):
     """Most bytes of KV cache; 0 means no limit."""
     queue_depth: _builtins.int
     """Calls that wait for the compute thread."""
+    prompt_cache_bytes: _builtins.int
+    """Bytes of prefixes that are kept after their sessions. Not in kv_bytes: they give way to sessions."""
     def __init__(
         self,
         *,
@@ -269,10 +278,11 @@ class Load(_message.Message):
         kv_bytes: _builtins.int = ...,
         kv_bytes_limit: _builtins.int = ...,
         queue_depth: _builtins.int = ...,
+        prompt_cache_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "queue_depth", b"queue_depth", "session_limit", b"session_limit", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "prompt_cache_bytes", b"prompt_cache_bytes", "queue_depth", b"queue_depth", "session_limit", b"session_limit", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,6 +336,7 @@ class SessionOpen(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    CACHE_DISABLED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Unguessable name made by the target, 16 to 128 characters."""
     protocol_version: _builtins.int
@@ -340,6 +351,8 @@ class SessionOpen(_message.Message):
     """Longest committed length that the session will reach, in tokens; memory is charged for it."""
     cache_salt: _builtins.str
     """Sessions share cached prefixes only with sessions of equal salt and owner; at most 128 characters."""
+    cache_disabled: _builtins.bool
+    """Neither takes over what a former session computed, nor leaves anything for a later one."""
     @_builtins.property
     def sampling(self) -> _common_pb2.NoiseSampling:
         """How the target draws."""
@@ -365,10 +378,11 @@ class SessionOpen(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
+        cache_disabled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "expected_instance_id", b"expected_instance_id", "lease", b"lease", "max_length", b"max_length", "prompt_length", b"prompt_length", "protocol_version", b"protocol_version", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_disabled", b"cache_disabled", "cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "expected_instance_id", b"expected_instance_id", "lease", b"lease", "max_length", b"max_length", "prompt_length", b"prompt_length", "protocol_version", b"protocol_version", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,7 +445,7 @@ class PrefillResponse(_message.Message):
     committed_length: _builtins.int
     """Committed ids that the session holds."""
     reused_length: _builtins.int
-    """How many of them were not computed anew."""
+    """How many of them were not computed anew: the session had them already, or they were in the prefix cache."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """Lease that was granted."""

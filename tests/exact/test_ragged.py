@@ -20,10 +20,11 @@ from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel, describe
 from draftwire.ragged import CAPACITY_STEP, RaggedPool, flat, prefill_caches, slot_class
+from draftwire.ragged_probe import why_not
 from draftwire.testing_models import make_tiny_model
 from target_service.accept import accept
 from target_service.batch_engine import BatchEngine
-from target_service.batch_probe import make_engine, why_not
+from target_service.batch_probe import make_engine
 from target_service.engine import Engine
 from target_service.params import Choosing
 from target_service.window import Choice, Window

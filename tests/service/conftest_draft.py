@@ -53,6 +53,7 @@ async def draft_service(
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
     note: Callable[[str, int | float | str], None] | None = None,
+    prompt_cache_bytes: int = 0,
     **limits: Any,
 ) -> AsyncIterator[Running]:
     """Serves a source on a loopback port, as the program does; lookup unless told otherwise."""
@@ -82,6 +83,7 @@ async def draft_service(
         runner or InlineRunner(),
         clock,
         max_draft_tokens=max_draft_tokens,
+        prompt_cache_bytes=prompt_cache_bytes,
     )
     servicer.ready(rounds)
     await lifecycle.enter(State.SERVING)

@@ -12,7 +12,8 @@ from draft_service.calls import Outcome, Round
 from draft_service.history import Advance, History
 from draft_service.rounds import Rounds
 from draft_service.sessions import Session, SessionLimits, SessionTable
-from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, SessionSpec, Stop
+from draft_service.sources.base import Ask, Computing, DraftEnd, Drafter, Guess, Prefix, Runner, SessionSpec, Stop
+from draft_service.sources.one_by_one import OneByOne
 from draftwire.sampling import Sampler
 from draftwire.wire import prefix_hash
 
@@ -117,12 +118,19 @@ class HashDrafter:
         self.computed = len(self.ids)
         return Guess(ids=guessed([*self.ids, *ask.assumed], ask.limit), end=DraftEnd.MAX_DRAFT_TOKENS)
 
+    def keep(self) -> Prefix | None:
+        return None
+
+    def adopt(self, prefix: Prefix, length: int) -> None:
+        raise AssertionError("nothing is ever kept")
+
     def close(self) -> None:
         self.closed += 1
 
 
 class HashSource:
     kind, model_id, model_revision, tokenizer_fingerprint = "hash", "", "", ""
+    batching = ""
     tokenizer_size = context_length = weights_bytes = 0
     draws = False
 
@@ -138,6 +146,9 @@ class HashSource:
     def open(self, spec: SessionSpec) -> Drafter:
         self.opened.append(HashDrafter(self))
         return self.opened[-1]
+
+    def computing(self, runner: Runner, clock: Callable[[], float]) -> Computing:
+        return OneByOne(runner, clock, prefill_step_size=4)
 
     def close(self) -> None:
         pass
@@ -189,7 +200,7 @@ class Desk:
         self.source = HashSource()
         self.runner = HeldRunner()
         self.table = table(self.clock, kv_bytes=10_000)
-        self.rounds = Rounds(self.table, self.source, self.runner, self.clock, max_draft_tokens=5, prefill_step_size=4)
+        self.rounds = Rounds(self.table, self.source, self.runner, self.clock, max_draft_tokens=5)
 
     async def done(self, work: Any) -> Outcome:
         task = asyncio.ensure_future(work)

@@ -310,7 +310,7 @@ class RoundsMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         clock = Clock()
-        self.rounds = Rounds(table(clock), HashSource(), InlineRunner(), clock, max_draft_tokens=5, prefill_step_size=4)
+        self.rounds = Rounds(table(clock), HashSource(), InlineRunner(), clock, max_draft_tokens=5)
         self.ids: list[int] | None = None
         self.newest: tuple[int, tuple[int, ...]] | None = None
         self.question: Round | None = None
