@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PermissionDenied,
         Unauthenticated,
         Unavailable,
+        UnfinishedOutput,
         Unsupported,
     )
     from draftwire.events import (
@@ -64,7 +65,7 @@ _HOMES = {
     "errors": (
         *("AlreadyExists", "Cancelled", "DeadlineExceeded", "DraftwireError", "FailedPrecondition", "FieldViolation"),
         *("IncompleteStream", "InternalError", "InvalidRequest", "NotFound", "Overloaded", "PermissionDenied"),
-        *("Unauthenticated", "Unavailable", "Unsupported"),
+        *("Unauthenticated", "Unavailable", "UnfinishedOutput", "Unsupported"),
     ),
     "events": (
         *("Chunk", "Completion", "Drafter", "DrafterState", "Event", "Finished", "FinishReason", "Health", "ModelInfo"),
@@ -111,6 +112,7 @@ __all__ = [
     "TopLogprob",
     "Unauthenticated",
     "Unavailable",
+    "UnfinishedOutput",
     "Unsupported",
     "Usage",
     "__version__",

@@ -15,7 +15,8 @@
     ├── Unauthenticated      UNAUTHENTICATED      no or bad credentials
     ├── PermissionDenied     PERMISSION_DENIED    not yours
     ├── InternalError        INTERNAL             a fault of the server; carries an id that its log repeats
-    └── IncompleteStream     DATA_LOSS            a stream that ended without its last event
+    ├── IncompleteStream     DATA_LOSS            a stream that ended without its last event
+    └── UnfinishedOutput     (made by the client) an object was asked for, and its text was cut short
 
 Servers raise these, one interceptor turns them into statuses with google.rpc details (`draftwire.wire`), clients get the
 same classes back.
@@ -170,6 +171,16 @@ class IncompleteStream(DraftwireError):
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = "INCOMPLETE_STREAM"
+
+
+class UnfinishedOutput(DraftwireError):
+    """The object that was asked for is not complete: `text` is what there is of it. Never sent by a server."""
+
+    default_reason = "UNFINISHED_OUTPUT"
+
+    def __init__(self, message: str, *, text: str, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, metadata=metadata)
+        self.text = text
 
 
 ERROR_CLASSES: tuple[type[DraftwireError], ...] = (
