@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from target_service.grammar_rules import Refused, checked_schema, choice_grammar
+from target_service.grammar_rules import Refused, checked_schema, checked_tag, choice_grammar
 
 _CLOCK: Final = re.compile(r"\[\d\d:\d\d:\d\d\] ")
 _SOURCE: Final = re.compile(r"\S+\.(?:cc|h|cpp):\d+: ")
@@ -79,6 +79,7 @@ class Compiler:
             return compiler.compile_grammar(text)
         if kind == "choice":
             return compiler.compile_grammar(choice_grammar(values))
+        checked_tag(text)
         return compiler.compile_structural_tag(text)
 
     def _try(self, compiled: Any) -> None:

@@ -58,6 +58,26 @@ def checked_schema(text: str) -> None:
         raise Refused("is nested too deeply") from None
 
 
+def checked_tag(text: str) -> None:
+    """Raises Refused for a structural tag whose schemas have something that the compiler would ignore."""
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"is not JSON: {error}") from None
+    _check_tag(tag)
+
+
+def _check_tag(node: Any) -> None:
+    if isinstance(node, dict):
+        if node.get("type") == "json_schema" and "json_schema" in node:
+            checked_schema(json.dumps(node["json_schema"]))
+        for value in node.values():
+            _check_tag(value)
+    elif isinstance(node, list):
+        for value in node:
+            _check_tag(value)
+
+
 def choice_grammar(values: Sequence[str]) -> str:
     """The EBNF grammar of one of these texts."""
     return "root ::= " + " | ".join(_literal(value) for value in values)

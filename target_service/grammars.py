@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ _START_S: Final = 60.0
 _MOST_MEMORY: Final = 1 << 30
 _MOST_GRAMMAR: Final = 64 << 20
 _INVALID: Final = "GRAMMAR_INVALID"
+_JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
 Job = dict[str, Any]
 
 
@@ -60,6 +61,16 @@ class GrammarLimits:
     """Compiled grammars that are kept, together."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What takes a while to make."""
+
+    text: Vocabulary
+    json: Vocabulary
+    info: Any
+    """xgrammar's view of the vocabulary."""
+
+
 class Grammars:
     """Makes matchers. Belongs to the event loop. xgrammar, and torch behind it, are loaded at the first constraint."""
 
@@ -79,7 +90,7 @@ class Grammars:
         self._end_ids = frozenset(token for token in end_ids if token < width)
         self._encoder = encoder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._parts: tuple[Vocabulary, Any] | None = None
+        self._parts: _Parts | None = None
         self._kept: OrderedDict[Constraint, tuple[Any, int]] = OrderedDict()
         self._running: dict[Constraint, asyncio.Task[Any]] = {}
         self._process = CompilerProcess()
@@ -98,7 +109,7 @@ class Grammars:
         """
         compiled = await self._compiled(constraint)
         assert self._parts is not None
-        vocabulary, _ = self._parts
+        vocabulary = self._parts.json if constraint.kind in _JSON_KINDS else self._parts.text
 
         def make(ends: list[int]) -> Any:
             return import_module("xgrammar").GrammarMatcher(compiled, override_stop_tokens=ends)
@@ -134,7 +145,7 @@ class Grammars:
             task.exception()
 
     async def _compile(self, constraint: Constraint) -> Any:
-        vocabulary, info = await self._loaded(constraint.kind)
+        parts = await self._loaded(constraint.kind)
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(2 * self._limits.timeout_s + _START_S):
@@ -142,10 +153,12 @@ class Grammars:
         except TimeoutError:
             raise Overloaded("the grammar compiler is busy", reason="COMPILER_BUSY", retry_after_s=1.0) from None
         try:
-            text = await self._asked(constraint, vocabulary)
+            text = await self._asked(constraint, parts.text)
         finally:
             self._turn.release()
-        compiled = await self._on_thread(lambda: import_module("xgrammar").CompiledGrammar.deserialize_json(text, info))
+        compiled = await self._on_thread(
+            lambda: import_module("xgrammar").CompiledGrammar.deserialize_json(text, parts.info)
+        )
         size = len(text) + int(compiled.memory_size_bytes)
         _log.info("compiled", kind=constraint.kind, size=size, seconds=round(time.perf_counter() - began_s, 3))
         self._keep(constraint, compiled, size)
@@ -172,7 +185,7 @@ class Grammars:
         while self.cached_bytes > self._limits.cache_bytes:
             self._kept.popitem(last=False)
 
-    async def _loaded(self, kind: str) -> tuple[Vocabulary, Any]:
+    async def _loaded(self, kind: str) -> _Parts:
         if self._parts is None:
             try:
                 self._parts = await self._on_thread(self._load)
@@ -181,14 +194,15 @@ class Grammars:
                 raise missing(kind) from error
         return self._parts
 
-    def _load(self) -> tuple[Vocabulary, Any]:
+    def _load(self) -> _Parts:
         from target_service.grammar_compile import tokenizer_info
 
         if self._parts is not None:
             return self._parts
         pieces = tuple(self._pieces())[: self._width]
         info = tokenizer_info(pieces, self._width, sorted(self._end_ids))
-        return Vocabulary(self._width, pieces, self._end_ids, self._encoder()), info
+        text = Vocabulary(self._width, pieces, self._end_ids, self._encoder())
+        return _Parts(text, replace(text, control=False), info)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -6,6 +6,7 @@ compute thread alone uses it, and leaves it where it was.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from draftwire.errors import DraftwireError, FailedPrecondition, InternalError
 
 _SLOWEST_CALL_S: Final = 1.0
 _CHARS_A_TOKEN: Final = 8
+_CONTROL: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 # Of a byte of a bit mask, the limits of its eight ids, lowest bit first: nothing where the id may be chosen, else -inf.
 _LIMITS: Final = np.where(
@@ -36,17 +38,20 @@ class Vocabulary:
     end_ids: frozenset[int]
     encode: Callable[[str], list[int]]
     """A text in the middle of others to ids. Safe on any thread."""
+    control: bool = True
+    """Whether text may have control characters other than line ends. JSON has none; bounded strings of xgrammar do."""
     content: NDArray[np.uint8] = field(init=False)
     """One an id, padded to whole words: 1 where it has text."""
 
     def __post_init__(self) -> None:
         content = np.zeros(-(-self.width // 32) * 32, np.uint8)
-        content[[token for token, piece in enumerate(self.pieces) if piece]] = 1
+        known = (token for token, piece in enumerate(self.pieces) if piece)
+        content[[token for token in known if self.control or not _CONTROL.search(self.pieces[token])]] = 1
         object.__setattr__(self, "content", content)
 
     def has_text(self, token_id: int) -> bool:
         """Whether the id stands for text, as a grammar sees it."""
-        return 0 <= token_id < len(self.pieces) and bool(self.pieces[token_id])
+        return 0 <= token_id < self.width and bool(self.content[token_id])
 
 
 class Matcher:
@@ -152,9 +157,10 @@ class Matcher:
                 walked = row
                 # Behind an end id nobody looks; and where everything may follow, the mask is not written.
                 if self._handle.is_terminated() or not self._handle.fill_next_token_bitmask(masks, row):
-                    masks[row] = self._everything
+                    masks[row] = -1
         finally:
             self._handle.rollback(walked)
+        masks &= self._everything
         limits = self._buffer[:rows]
         np.take(_LIMITS, masks.view(np.uint8), axis=0, out=limits.reshape(rows, -1, 8), mode="clip")
         for token in self._refused:

@@ -11,6 +11,7 @@ from target_service.grammar_compile import Compiler, cleaned, tokenizer_info
 from target_service.grammar_rules import Refused, checked_schema, choice_grammar
 
 INTEGER = {"type": "integer"}
+IGNORING = {"type": "json_schema", "json_schema": {"not": {}}}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def compiler() -> Compiler:
         ("ebnf", 'root ::= ""', "empty text"),
         ("structural_tag", "{", "JSON"),
         ("structural_tag", '{"x": 1}', "format"),
+        ("structural_tag", json.dumps({"type": "structural_tag", "format": IGNORING}), "'not'"),
         ("regex", "((a{1,60}){1,60}){1,60}", "ambiguous"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,9 @@ class Compiled:
     def __call__(self, kind: str, text: str, values: Sequence[str] = (), **options: Any) -> Matcher:
         grammar = self._compiler.compile(kind, text, values, False)
         compiled = self._xgrammar.CompiledGrammar.deserialize_json(grammar, self._info)
+        vocabulary = replace(self._vocabulary, control=kind not in ("json_schema", "structural_tag"))
         return Matcher(
-            self._vocabulary,
+            vocabulary,
             lambda ends: self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=ends),
             **options,
         )
@@ -191,3 +193,14 @@ def test_a_whole_text_is_judged_apart(made: Compiled) -> None:
     assert not matcher.completes("12")
     assert not matcher.completes("x")
     assert allowed(matcher)[0] == set(encode("0123456789x"))
+
+
+def test_json_never_has_a_control_character(made: Compiled) -> None:
+    """xgrammar lets them into strings of bounded length; masks, drafts and forced text do not."""
+    matcher = made("json_schema", json.dumps({"type": "string", "maxLength": 5}))
+    matcher.advance(ord('"'))
+    (ids,) = allowed(matcher)
+    assert ids & set(range(32)) == set()
+    assert ord("x") in ids
+    assert matcher.fitting([ord("a"), 9, ord("b")]) == (ord("a"),)
+    assert 9 in allowed(made("regex", "[^x]+"))[0]
