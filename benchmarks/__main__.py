@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import grammar, lookup, overhead
+from benchmarks import concurrency, grammar, lookup, overhead
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
+    "concurrency": concurrency.run,
     "grammar": grammar.run,
     "lookup": lookup.run,
     "overhead": overhead.run,

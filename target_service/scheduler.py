@@ -8,12 +8,16 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Final
 
 from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
 from target_service.drafts import DraftSource
 from target_service.engine import Engine
 from target_service.sequence import Sequence
+
+SHORT_PREFILL: Final = 128
+"""Rows of a prompt up to which reading the weights costs more than computing them, so that company is nearly free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
+        self._joining = False
 
     @property
     def running(self) -> int:
@@ -113,10 +118,15 @@ class Scheduler:
                 if await self._called_away(live, patient_since_s):
                     continue
                 if ready := [sequence for sequence in live if self._collected(sequence)]:
-                    return ready
+                    return self._begun(ready)
             elif not prefilled:
                 await self._wake.wait()
         return []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next tick will have the sequences of this one: nobody reads a prompt or waits to join."""
+        return not self._joining and all(sequence.decodable or sequence.crowded for sequence in self._running)
 
     def retire(self, sequence: Sequence) -> None:
         """Frees everything a sequence has."""
@@ -139,6 +149,13 @@ class Scheduler:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
         self._queue.clear()
+
+    def _begun(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those whose forward was begun ahead, where it was: who has come meanwhile joins the tick after."""
+        begun = self._engine.begun
+        first = [sequence for sequence in ready if sequence.slot in begun]
+        self._joining = 0 < len(first) < len(ready)
+        return first or ready
 
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
@@ -177,22 +194,26 @@ class Scheduler:
                 self.fail([first], error)
 
     async def _prefill_one(self) -> bool:
-        """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""
-        for sequence in self._running:
-            last = sequence.ledger.prompt_length - 1
-            if sequence.cancelled or sequence.slot is None or sequence.prefilled >= last:
-                continue
-            end = min(last, sequence.prefilled + self._limits.prefill_step_size)
-            try:
-                await self._engine.prefill(sequence.slot, sequence.ledger.ids[sequence.prefilled : end])
-            except Exception as error:
-                self.fail([sequence], error)
-                return True
-            sequence.prefilled = end
-            if end == last:
-                sequence.times.prefilled = time.monotonic()
+        """A chunk for who has waited longest, or all short rests in one forward. Drafters read at the same time."""
+        unread = [sequence for sequence in self._running if not sequence.cancelled and sequence.unread]
+        if not unread:
+            return False
+        chunks = short_rests(unread, self._limits.prefill_step_size)
+        try:
+            if chunks:
+                await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
+            else:
+                first = unread[0]
+                chunks = {first: min(first.unread, self._limits.prefill_step_size)}
+                await self._engine.prefill(slot_of(first), first.next_ids(chunks[first]))
+        except Exception as error:
+            self.fail(list(chunks), error)
             return True
-        return False
+        for sequence, rows in chunks.items():
+            sequence.prefilled += rows
+            if not sequence.unread:
+                sequence.times.prefilled = time.monotonic()
+        return True
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
         """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
@@ -222,3 +243,24 @@ class Scheduler:
             return
         finally:
             self._patience = None
+
+
+def short_rests(unread: list[Sequence], most_rows: int) -> dict[Sequence, int]:
+    """Who is read together with the first in one forward, first come first: sequence -> rows. Empty where its rest is long.
+
+    Padded, they have at most `most_rows` rows.
+    """
+    chunks: dict[Sequence, int] = {}
+    for sequence in unread:
+        widest = max([sequence.unread, *chunks.values()])
+        if widest <= SHORT_PREFILL and widest * (len(chunks) + 1) <= most_rows:
+            chunks[sequence] = sequence.unread
+        elif not chunks:
+            break
+    return chunks
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The place of a sequence that was admitted."""
+    assert sequence.slot is not None
+    return sequence.slot

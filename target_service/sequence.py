@@ -65,9 +65,18 @@ class Sequence:
         self._landed_s: float | None = None
 
     @property
+    def unread(self) -> int:
+        """Ids of the prompt that are still to be prefilled; the last one never is."""
+        return self.ledger.prompt_length - 1 - self.prefilled
+
+    def next_ids(self, rows: int) -> list[int]:
+        """The next ids of the prompt to be prefilled."""
+        return self.ledger.ids[self.prefilled : self.prefilled + rows]
+
+    @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.crowded
+        return not self.unread and self.slot is not None and not self.crowded
 
     @property
     def crowded(self) -> bool:
@@ -105,13 +114,13 @@ class Sequence:
         elif came is not None:
             self._controller.lost()
 
-    def window(self) -> Window:
-        """[pending, *drafts] for the next forward."""
+    def window(self, *, may_run_ahead: bool = True) -> Window:
+        """[pending, *drafts] for the next forward. may_run_ahead: whether the one after it may be begun ahead."""
         assert self.slot is not None
         joined = Joined(()) if self._ahead else self._drafts()
         drafts, matcher = joined.ids, self.matcher
         choosing = self.generation.choosing
-        alone = not drafts and self._may_run_ahead()
+        alone = not drafts and may_run_ahead and self._may_run_ahead()
         # What a constraint forces next is known when this window has been read, not before.
         self._ahead = alone and (matcher is None or self._off)
         history: tuple[int, ...] = ()
