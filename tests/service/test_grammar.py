@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal
 import grpc
 import pytest
 from pydantic import BaseModel, Field, field_validator
-from service.target_fixture import Running, happens, reconciled, target_service, visible
+from service.target_fixture import Running, drafted, happens, reconciled, target_service, visible
 
+from draftwire import testing
 from draftwire.client import Client
 from draftwire.errors import FailedPrecondition, InternalError, InvalidRequest, UnfinishedOutput, Unsupported
 from draftwire.events import Chunk, FinishReason
+from draftwire.testing import FakeDraftService
 from draftwire.testing_models import save_tiny_model
 from draftwire.v1 import target_pb2 as pb
 from draftwire.wire import from_rpc_error
@@ -271,3 +273,25 @@ async def test_logprobs_of_forced_tokens_are_certain(target: Running) -> None:
     assert {top.id for top in second.top_logprobs} == {ord("b"), ord("c")}
     events = [event async for event in target.client.generate("Go", choice=["ab", "ac"], max_tokens=8)]
     assert json.dumps([event.text for event in events if isinstance(event, Chunk)])
+
+
+async def test_a_drafter_and_the_grammar_draft_together(model: Path) -> None:
+    """Its drafts stand beside forced ones, are counted apart, and its session never leaves the committed ids."""
+    async with target_service(model) as alone:
+        plain = await alone.client.complete("Go", max_tokens=80, json_schema=SCHEMA, drafting="off")
+    answers = [testing.perfect(plain.token_ids), testing.fixed(*b"```json\n"), testing.outside_vocabulary(257)]
+    for script in [*answers, testing.hang()]:
+        async with drafted(model, FakeDraftService(script), draft_timeout_s=0.2) as (target, fake):
+            found = await target.client.complete(
+                "Go", max_tokens=80, json_schema=SCHEMA, drafting="fixed", num_draft_tokens=6
+            )
+            assert visible(found) == visible(plain)
+            reconciled(found)
+            stats = found.speculation
+            assert stats.num_forced_draft_tokens > 0
+            if script is answers[0]:
+                assert stats.num_forced_draft_tokens < stats.num_draft_tokens
+            if script is answers[2]:
+                assert stats.num_forced_draft_tokens == stats.num_draft_tokens
+            await target.at_rest()
+            assert fake.refused == []
