@@ -208,6 +208,10 @@ class Grammars:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+class _TooLarge(Exception):
+    """An answer of so many bytes, unread."""
+
+
 class CompilerProcess:
     """The compiler, started when it is needed. One job at a time; ended when a job outlives its time."""
 
@@ -253,6 +257,11 @@ class CompilerProcess:
         except TimeoutError:
             await self.kill()
             raise _refused(kind, f"takes longer than {timeout_s:g} s to compile; simplify it") from None
+        except _TooLarge as size:
+            await self.kill()
+            raise _refused(
+                kind, f"compiles to {size} bytes, at most {_MOST_GRAMMAR} are allowed; simplify it"
+            ) from None
         except (asyncio.IncompleteReadError, OSError):
             await self.kill()
             raise _refused(kind, "is too much for the compiler, which broke down; simplify it") from None
@@ -262,8 +271,6 @@ class CompilerProcess:
             raise
         if answer[:1] != b"+":
             raise _refused(kind, answer[1:].decode(errors="replace"))
-        if len(answer) > _MOST_GRAMMAR:
-            raise _refused(kind, f"compiles to {len(answer)} bytes, at most {_MOST_GRAMMAR} are allowed; simplify it")
         return answer[1:].decode()
 
     async def kill(self) -> None:
@@ -285,6 +292,8 @@ class CompilerProcess:
         process.stdin.write(struct.pack(">I", len(frame)) + frame)
         await process.stdin.drain()
         (length,) = struct.unpack(">I", await process.stdout.readexactly(4))
+        if length > _MOST_GRAMMAR:
+            raise _TooLarge(length)
         return await process.stdout.readexactly(length)
 
 
