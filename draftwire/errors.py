@@ -15,11 +15,10 @@
     ├── Unauthenticated      UNAUTHENTICATED      no or bad credentials
     ├── PermissionDenied     PERMISSION_DENIED    not yours
     ├── InternalError        INTERNAL             a fault of the server; carries an id that its log repeats
-    ├── IncompleteStream     DATA_LOSS            a stream that ended without its last event
-    └── UnfinishedOutput     (made by the client) an object was asked for, and its text was cut short
+    └── IncompleteStream     DATA_LOSS            a stream that ended without its last event
 
 Servers raise these, one interceptor turns them into statuses with google.rpc details (`draftwire.wire`), clients get the
-same classes back.
+same classes back. One more, `UnfinishedOutput`, is made by a client alone and has no status of its own.
 """
 
 from __future__ import annotations
