@@ -79,6 +79,6 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	@echo "== installing the tools for tests"
-	$(PIP) --editable ".[$(EXTRAS),dev]"
+	@echo "== installing the tools for tests, and constrained output"
+	$(PIP) --editable ".[$(EXTRAS),grammar,dev]"
 	@touch $@

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import bookkeeping, concurrency, drafting, lookup, overhead
+from benchmarks import bookkeeping, concurrency, drafting, grammar, lookup, overhead
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
     "bookkeeping": bookkeeping.run,
     "concurrency": concurrency.run,
     "drafting": drafting.run,
+    "grammar": grammar.run,
     "lookup": lookup.run,
     "overhead": overhead.run,
 }

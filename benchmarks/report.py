@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("draftwire", "mlx", "mlx-lm", "grpcio", "cmeel-openblas")
+_PACKAGES = ("draftwire", "mlx", "mlx-lm", "grpcio", "cmeel-openblas", "xgrammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,8 +178,14 @@ class Generation:
     json_schema: Annotated[Path | None, option("File with a JSON schema to obey.", CONSTRAINT)] = None
     json_object: Annotated[bool, option("Any JSON object.", CONSTRAINT, "--json-object")] = False
     regex: Annotated[str | None, option("Regular expression to obey.", CONSTRAINT)] = None
-    ebnf: Annotated[Path | None, option("File with an EBNF grammar to obey.", CONSTRAINT)] = None
+    grammar: Annotated[Path | None, option("File with an EBNF grammar to obey.", CONSTRAINT, "--grammar", "--ebnf")] = (
+        None
+    )
     choice: Annotated[Texts, option("One of these texts; may be repeated.", CONSTRAINT)] = None
+    structural_tag: Annotated[Path | None, option("File with a structural tag to obey.", CONSTRAINT)] = None
+    any_whitespace: Annotated[
+        bool, option("Whether JSON may have whitespace of any kind.", CONSTRAINT, "--any-whitespace")
+    ] = False
     top_logprobs: Annotated[int | None, option("Logprobs of this many ids (see --json).", OUTPUT)] = None
     priority: Annotated[int | None, option("Higher ones start first.", CONNECTION)] = None
 
@@ -208,8 +214,10 @@ class Generation:
             json_schema=_text(self.json_schema, "--json-schema"),
             json_object=self.json_object or None,
             regex=self.regex,
-            ebnf=_text(self.ebnf, "--ebnf"),
+            ebnf=_text(self.grammar, "--grammar"),
             choice=self.choice or None,
+            structural_tag=_text(self.structural_tag, "--structural-tag"),
+            any_whitespace=self.any_whitespace or None,
             top_logprobs=self.top_logprobs,
             priority=self.priority,
         )

@@ -130,10 +130,18 @@ def statistics(finished: Finished) -> str:
             f"drafted {drafts.num_draft_tokens}, accepted {drafts.num_accepted_draft_tokens} "
             f"({drafts.draft_acceptance_rate:.0%}), {drafts.mean_acceptance_length:.2f} tokens a speculative round"
         )
+        if drafts.num_forced_draft_tokens:
+            parts.append(
+                f"forced by the constraint: {drafts.num_forced_draft_tokens} of them, "
+                f"accepted {drafts.num_accepted_forced_draft_tokens}"
+            )
     else:
         reason = finished.no_draft_reason.value.replace("_", " ") if finished.no_draft_reason else "no reason given"
         parts.append(f"no drafts: {reason}")
-    parts.append(f"end: {finished.finish_reason.value.replace('_', ' ')}")
+    if drafts.constraint_s is not None and usage.completion_tokens:
+        parts.append(f"constraint {drafts.constraint_s / usage.completion_tokens * 1e6:.0f} us a token")
+    incomplete = "" if finished.grammar_complete in (None, True) else " (the constraint is not satisfied)"
+    parts.append(f"end: {finished.finish_reason.value.replace('_', ' ')}{incomplete}")
     return "; ".join(parts)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PermissionDenied,
         Unauthenticated,
         Unavailable,
+        UnfinishedOutput,
         Unsupported,
     )
     from draftwire.events import (
@@ -68,7 +69,7 @@ _HOMES = {
     "errors": (
         *("AlreadyExists", "Cancelled", "DeadlineExceeded", "DraftwireError", "FailedPrecondition", "FieldViolation"),
         *("IncompleteStream", "InternalError", "InvalidRequest", "NotFound", "Overloaded", "PermissionDenied"),
-        *("Unauthenticated", "Unavailable", "Unsupported"),
+        *("Unauthenticated", "Unavailable", "UnfinishedOutput", "Unsupported"),
     ),
     "events": (
         *("Activity", "Chunk", "Completion", "Drafter", "DrafterState", "Event", "Finished", "FinishReason", "Health"),
@@ -120,6 +121,7 @@ __all__ = [
     "TopLogprob",
     "Unauthenticated",
     "Unavailable",
+    "UnfinishedOutput",
     "Unsupported",
     "Usage",
     "__version__",

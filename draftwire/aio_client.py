@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -19,6 +19,11 @@ from draftwire.request import GenerateOptions, TokenizeOptions
 from draftwire.v1 import target_pb2 as pb
 from draftwire.v1 import target_pb2_grpc
 from draftwire.wire import MAX_MESSAGE_BYTES, from_rpc_error
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+M = TypeVar("M", bound="BaseModel")
 
 
 class AsyncGenerateStream:
@@ -152,19 +157,57 @@ class AsyncClient:
     def address(self) -> str:
         return self._endpoint.address
 
+    @overload
     def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerateStream:
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerateStream: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: type[M],
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Awaitable[M]: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: type[M] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerateStream | Awaitable[M]:
         """Streams one completion of a prompt, of `messages` or of `token_ids`; the call starts with the first read.
 
         Without a deadline unless one is given. A call that fails with UNAVAILABLE before its first event is tried
-        again up to three times, never after.
+        again up to three times, never after. With a pydantic `response_model` it asks for that model's JSON schema
+        instead, and gives the object when awaited; raises UnfinishedOutput where the answer was cut short.
         """
-        message = request.generate_request(prompt, options)
+        if response_model is None:
+            return self._stream(request.generate_request(prompt, options), timeout_s)
+        from draftwire import structured
+
+        asked = request.generate_request(prompt, structured.with_schema(response_model, options))
+        return self._object(response_model, self._stream(asked, timeout_s))
+
+    def _stream(self, message: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerateStream:
         timeout = self._endpoint.timeout(timeout_s)
         return AsyncGenerateStream(
             lambda: self._target().Generate(message, timeout=timeout, metadata=self._endpoint.metadata)
         )
+
+    async def _object(self, model: type[M], stream: AsyncGenerateStream) -> M:
+        from draftwire import structured
+
+        return structured.parsed(model, await stream.collect())
 
     async def complete(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -19,7 +19,11 @@ from draftwire.v1 import target_pb2 as pb
 from draftwire.v1 import target_pb2_grpc
 from draftwire.wire import MAX_MESSAGE_BYTES, from_rpc_error
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 T = TypeVar("T")
+M = TypeVar("M", bound="BaseModel")
 
 
 class GenerateStream:
@@ -123,13 +127,46 @@ class Client:
     def address(self) -> str:
         return self._endpoint.address
 
+    @overload
     def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> GenerateStream:
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateStream: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: type[M],
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> M: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        response_model: type[M] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateStream | M:
         """Streams one completion of a prompt, of `messages` or of `token_ids`. Without a deadline unless one is given.
 
-        A call that fails with UNAVAILABLE before its first event is tried again up to three times, never after.
+        A call that fails with UNAVAILABLE before its first event is tried again up to three times, never after. With a
+        pydantic `response_model` it asks for that model's JSON schema instead, waits, and returns the object; raises
+        UnfinishedOutput where the answer was cut short.
         """
+        if response_model is not None:
+            from draftwire import structured
+
+            asked = request.generate_request(prompt, structured.with_schema(response_model, options))
+            stream = GenerateStream(self._start(self._target.Generate, asked, self._endpoint.timeout(timeout_s)))
+            return structured.parsed(response_model, stream.collect())
         message = request.generate_request(prompt, options)
         timeout = self._endpoint.timeout(timeout_s)
         return GenerateStream(self._start(self._target.Generate, message, timeout))

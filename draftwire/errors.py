@@ -18,7 +18,7 @@
     └── IncompleteStream     DATA_LOSS            a stream that ended without its last event
 
 Servers raise these, one interceptor turns them into statuses with google.rpc details (`draftwire.wire`), clients get the
-same classes back.
+same classes back. One more, `UnfinishedOutput`, is made by a client alone and has no status of its own.
 """
 
 from __future__ import annotations
@@ -170,6 +170,16 @@ class IncompleteStream(DraftwireError):
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = "INCOMPLETE_STREAM"
+
+
+class UnfinishedOutput(DraftwireError):
+    """The object that was asked for is not complete: `text` is what there is of it. Never sent by a server."""
+
+    default_reason = "UNFINISHED_OUTPUT"
+
+    def __init__(self, message: str, *, text: str, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, metadata=metadata)
+        self.text = text
 
 
 ERROR_CLASSES: tuple[type[DraftwireError], ...] = (

@@ -184,6 +184,11 @@ class SpeculationStats:
     """None where there were drafts."""
     forwards_saved: int
     """Decode forwards that plain decoding would have needed beyond those made."""
+    num_forced_draft_tokens: int = 0
+    """Of num_draft_tokens, those whose text the constraint forced."""
+    num_accepted_forced_draft_tokens: int = 0
+    constraint_s: float | None = None
+    """What the constraint took on the server's host, mostly beside its forwards; None without one."""
 
     @property
     def num_rejected_draft_tokens(self) -> int:

@@ -296,6 +296,9 @@ def _speculation(message: pb.SpeculationStats) -> SpeculationStats:
         drafter_id=message.drafter_id,
         no_draft_reason=reason if message.no_draft_reason else None,
         forwards_saved=message.forwards_saved,
+        num_forced_draft_tokens=message.num_forced_draft_tokens,
+        num_accepted_forced_draft_tokens=message.num_accepted_forced_draft_tokens,
+        constraint_s=to_seconds(message.constraint_time) if message.HasField("constraint_time") else None,
     )
 
 

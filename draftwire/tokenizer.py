@@ -11,7 +11,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,6 +95,15 @@ class Tokenizer:
         """Ids of the text; `add_special_tokens` adds what the tokenizer puts around it, such as a BOS."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(token_id) for token_id in ids]
+
+    def plain_encoder(self) -> Callable[[str], list[int]]:
+        """A copy of the encoder, without special tokens, for text in the middle of other text. Any thread may call it."""
+        from tokenizers import Tokenizer as Backend
+
+        backend: Any = Backend.from_str(self._tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return lambda text: [int(token_id) for token_id in backend.encode(text, add_special_tokens=False).ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of whole `ids`; ids that no token has are left out, invalid UTF-8 becomes U+FFFD."""

@@ -32,7 +32,7 @@ class Part:
         """Whether the largest logit is all that is asked for."""
         choosing = self.choosing
         bans = bool(choosing.banned) and self.window.first_step < choosing.min_tokens
-        processed = bool(choosing.logit_bias) or choosing.penalties.on or bans
+        processed = bool(choosing.logit_bias) or choosing.penalties.on or bans or self.window.limits is not None
         return choosing.sampler.greedy and choosing.top_logprobs is None and not processed
 
 

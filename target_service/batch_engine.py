@@ -36,7 +36,9 @@ class _Flight:
     """A forward that has been built."""
 
     slots: list[Slot]
-    choice: PendingBatch
+    logits: mx.array | None
+    """Where a constraint's choice is built while they compute, or later, when the ids before them are known."""
+    choice: PendingBatch | None
     width: int
     began_s: float
     last_keys: mx.array | None
@@ -44,7 +46,7 @@ class _Flight:
     undo: list[Any] | None = None
     """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
     numbers: frozenset[int] = frozenset()
-    """For a forward begun ahead: the slots as the event loop knows them."""
+    """For a forward begun ahead: the slots as the event loop knows them; none for one that is only prepared."""
 
 
 class BatchEngine(Engine):
@@ -126,7 +128,7 @@ class BatchEngine(Engine):
         began_ahead = flight is not None
         if flight is None:
             flight = self._start(work)
-        if all(window.ahead for _, window in work) and self._pool.fits(1):
+        if all(window.ahead or window.likely for _, window in work) and self._pool.fits(1):
             self._begin_ahead(flight, work)
         chosen = self._finish(flight)
         now_s = time.perf_counter()
@@ -160,9 +162,26 @@ class BatchEngine(Engine):
         for slot, window in work:
             assert slot.row is not None
             pool.written(slot.row, window.rows)
-        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s, pool.last_keys())
+        constrained = any(window.limits is not None for _, window in work)
+        choice = None if constrained else PendingBatch(logits, parts)
+        late = logits if constrained else None
+        flight = _Flight([slot for slot, _ in work], late, choice, width, began_s, pool.last_keys())
         self._hand_over(flight)
+        if constrained:
+            self._choose_late(flight, work)
         return flight
+
+    @staticmethod
+    def _choose_late(flight: _Flight, work: Work) -> None:
+        """What constraints allow is looked up while the forward computes. Some of its sequences may have left by now."""
+        assert flight.logits is not None
+        parts = []
+        for slot, window in work:
+            assert slot.row is not None
+            parts.append(Part(slot.row.index, slot.choosing, window))
+        flight.slots = [slot for slot, _ in work]
+        flight.choice = PendingBatch(flight.logits, parts)
+        mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
 
     def _seat(self, joining: Sequence[Slot], width: int) -> None:
         if not joining:
@@ -182,6 +201,7 @@ class BatchEngine(Engine):
         mlx gets it when this one is nearly through: before, it would find the pool's arrays in use and copy them.
         """
         pool = self._pool
+        assert flight.choice is not None
         undo = pool.checkpoint()
         pool.begin(1)
         logits = self._model(flight.choice.first_ids(), cache=pool.layers)
@@ -190,16 +210,22 @@ class BatchEngine(Engine):
             assert slot.row is not None
             after = Window(slot=window.slot, pending=0, first_step=window.first_step + 1)
             parts.append(Part(slot.row.index, slot.choosing, after))
+        constrained = any(window.limits is not None for _, window in work)
+        sure = all(window.ahead for _, window in work)
         self._ahead = _Flight(
             [slot for slot, _ in work],
-            PendingBatch(logits, parts),
+            logits if constrained else None,
+            None if constrained else PendingBatch(logits, parts),
             1,
             0.0,
             pool.last_keys(),
             undo,
-            frozenset(window.slot for _, window in work),
+            frozenset(window.slot for _, window in work) if sure else frozenset(),
         )
         del undo
+        if not sure:
+            # What a constraint forces may come first: mlx gets it when the next tick has confirmed it.
+            return
         # Whoever joins meanwhile waits for the forward after: see `begun`.
         if flight.last_keys is not None:
             mx.eval(flight.last_keys)
@@ -222,6 +248,8 @@ class BatchEngine(Engine):
             assert slot.row is not None
             self._pool.written(slot.row, 1)
         ahead.began_s = began_s
+        if ahead.choice is None:
+            self._choose_late(ahead, work)
         return ahead
 
     def _dispatch(self, flight: _Flight) -> None:
@@ -234,7 +262,7 @@ class BatchEngine(Engine):
         """In two parts, so that the first can be waited for."""
         if flight.last_keys is not None:
             mx.async_eval(flight.last_keys)  # type: ignore[no-untyped-call]
-        mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
+        mx.async_eval(flight.logits if flight.choice is None else flight.choice.arrays())  # type: ignore[no-untyped-call]
 
     def _drop_ahead(self) -> None:
         """Forgets the forward begun ahead. If mlx has it already, it only wrote past the lengths."""
@@ -243,6 +271,7 @@ class BatchEngine(Engine):
             self._pool.restore(ahead.undo)
 
     def _finish(self, flight: _Flight) -> list[Chosen | InternalError]:
+        assert flight.choice is not None
         chosen = flight.choice.read()
         if any(isinstance(one, Chosen) and not one.settled for one in chosen):
             # The forward begun ahead used an id that more filter passes have changed.
@@ -307,4 +336,4 @@ class BatchEngine(Engine):
 def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:
     if isinstance(chosen, InternalError):
         return Choice((), None, forward_s, landed_s, chosen)
-    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s)
+    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s, dead_row=chosen.dead_row)

@@ -1,8 +1,8 @@
 """Choosing tokens from logits: the only place with bias, penalties, bans and logprobs. Runs on the compute thread.
 
-Order: logit_bias, repetition, presence, frequency, bans, then log-softmax, filters and draw (`draftwire.sampling`). Row i is
-processed with the ids committed plus drafts[:i], all known before the forward, so every row is chosen in one go and
-rows after a disagreement are simply never looked at.
+Order: logit_bias, repetition, presence, frequency, bans, what a constraint allows, then log-softmax, filters and draw
+(`draftwire.sampling`). Row i is processed with the ids committed plus drafts[:i], all known before the forward, so every
+row is chosen in one go and rows after a disagreement are simply never looked at.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class _Report:
     """(rows, n), most likely first."""
     top_logprobs: mx.array | None
     """(rows, n)"""
+    peaks: mx.array | None = None
+    """(rows, 1) the largest processed logit, under a constraint: -inf where nothing is left."""
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate."""
-        every = (self.ids, self.scores, self.logprobs, self.top_ids, self.top_logprobs)
+        every = (self.ids, self.scores, self.logprobs, self.top_ids, self.top_logprobs, self.peaks)
         return [array for array in every if array is not None]
 
 
@@ -54,6 +56,7 @@ class PendingChoice:
     """(rows, vocab) logits after processors."""
     report: _Report
     choosing: Choosing
+    constrained: bool = False
 
     @property
     def ids(self) -> mx.array:
@@ -73,6 +76,8 @@ class Chosen:
     logprobs: tuple[TokenLogprobs, ...] | None
     settled: bool
     """Whether `PendingChoice.ids` were final when first computed."""
+    dead_row: int | None = None
+    """As in `Choice`."""
 
 
 def choose(logits: mx.array, choosing: Choosing, window: Window) -> PendingChoice:
@@ -80,38 +85,50 @@ def choose(logits: mx.array, choosing: Choosing, window: Window) -> PendingChoic
     logits = process(logits.astype(mx.float32), choosing, window)
     drawn = draw(logits, choosing.sampler, range(window.first_step, window.first_step + logits.shape[0]))
     ids = drawn.ids if isinstance(drawn, Draw) else drawn
-    return PendingChoice(drawn, logits, _report(logits, drawn, ids, choosing), choosing)
+    constrained = window.limits is not None
+    return PendingChoice(drawn, logits, _report(logits, drawn, ids, choosing, constrained), choosing, constrained)
 
 
 def read(choice: PendingChoice) -> Chosen:
-    """Blocks until the choice is computed. Raises InternalError where a row has no finite logit or holds NaN."""
+    """Blocks until the choice is computed.
+
+    Raises InternalError where a row holds NaN or has no finite logit; under a constraint the latter is a dead row instead.
+    """
     mx.eval(choice.arrays())
     report, settled = choice.report, True
     if isinstance(choice.drawn, Draw) and not mx.all(choice.drawn.done).item():
         settled = False
         ids = mx.array(settle(choice.drawn, choice.choosing.sampler), dtype=mx.uint32)
-        report = _report(choice.processed, choice.drawn, ids, choice.choosing)
+        report = _report(choice.processed, choice.drawn, ids, choice.choosing, choice.constrained)
     # argmax answers id 0 for a row of -inf, and the id of a NaN: both must be loud. Filters turn a row that holds one NaN
     # into a row of NaN, whose argmax may be an id with a good logit: there the log-probabilities tell.
-    if not all(math.isfinite(score) for (score,) in _floats(report.scores)):
+    scores = [score for (score,) in _floats(report.scores)]
+    peaks = [peak for (peak,) in _floats(report.peaks)] if report.peaks is not None else scores
+    dead = [row for row, peak in enumerate(peaks) if peak == -math.inf] if choice.constrained else []
+    if not all(
+        math.isfinite(scores[row]) and math.isfinite(peaks[row]) for row in range(len(scores)) if row not in dead
+    ):
         raise InternalError("the model's logits are not finite", reason="LOGITS_NOT_FINITE")
-    return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled)
+    return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled, dead[0] if dead else None)
 
 
-def _report(processed: mx.array, drawn: Draw | mx.array, ids: mx.array, choosing: Choosing) -> _Report:
+def _report(
+    processed: mx.array, drawn: Draw | mx.array, ids: mx.array, choosing: Choosing, constrained: bool
+) -> _Report:
     column = ids[:, None]
     judged = drawn.logprobs if isinstance(drawn, Draw) else processed
     scores = mx.take_along_axis(judged, column, axis=-1)
+    peaks = mx.max(processed, axis=-1, keepdims=True) if constrained else None
     if choosing.top_logprobs is None:
-        return _Report(ids, scores, None, None, None)
+        return _Report(ids, scores, None, None, None, peaks)
     every = log_softmax(processed)
     own = mx.take_along_axis(every, column, axis=-1)
     if choosing.top_logprobs == 0:
-        return _Report(ids, scores, own, None, None)
+        return _Report(ids, scores, own, None, None, peaks)
     best = mx.argpartition(-every, choosing.top_logprobs - 1, axis=-1)[:, : choosing.top_logprobs]
     order = mx.argsort(-mx.take_along_axis(every, best, axis=-1), axis=-1)
     top = mx.take_along_axis(best, order, axis=-1)
-    return _Report(ids, scores, own, top, mx.take_along_axis(every, top, axis=-1))
+    return _Report(ids, scores, own, top, mx.take_along_axis(every, top, axis=-1), peaks)
 
 
 def _logprobs(report: _Report) -> tuple[TokenLogprobs, ...] | None:
@@ -122,7 +139,13 @@ def _logprobs(report: _Report) -> tuple[TokenLogprobs, ...] | None:
         return tuple(TokenLogprobs(value, (), ()) for value in own)
     ids = cast("list[list[int]]", report.top_ids.tolist())
     values = _floats(report.top_logprobs)
-    return tuple(TokenLogprobs(one, tuple(top), tuple(row)) for one, top, row in zip(own, ids, values, strict=True))
+    return tuple(_possible(one, top, row) for one, top, row in zip(own, ids, values, strict=True))
+
+
+def _possible(own: float, ids: Sequence[int], values: Sequence[float]) -> TokenLogprobs:
+    """Without the ids that a constraint rules out, where fewer are left than were asked for."""
+    count = next((i for i, value in enumerate(values) if value == -math.inf), len(values))
+    return TokenLogprobs(own, tuple(ids[:count]), tuple(values[:count]))
 
 
 def _floats(rows: mx.array) -> list[list[float]]:
@@ -130,7 +153,10 @@ def _floats(rows: mx.array) -> list[list[float]]:
 
 
 def process(logits: mx.array, choosing: Choosing, window: Window) -> mx.array:
-    """Applies bias, penalties and bans. logits: (rows, vocab) float32; returns the same shape."""
+    """Applies bias, penalties, bans and a constraint. logits: (rows, vocab) float32; returns the same shape.
+
+    With a constraint it takes the host a while: hand the logits to mlx before.
+    """
     rows = logits.shape[0]
     if choosing.logit_bias:
         ids = _ids([list(choosing.logit_bias)] * rows)
@@ -143,6 +169,9 @@ def process(logits: mx.array, choosing: Choosing, window: Window) -> mx.array:
         ids = _ids([sorted(choosing.banned)] * banned_rows)
         ban = mx.full(ids.shape, -math.inf, dtype=mx.float32)
         logits = mx.concatenate([_update(logits[:banned_rows], ids, ban), logits[banned_rows:]])
+    if window.limits is not None:
+        # The smaller of the two: a NaN stays one also where nothing may be chosen.
+        logits = mx.minimum(logits, mx.array(window.limits()))
     return logits
 
 

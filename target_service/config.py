@@ -125,6 +125,13 @@ class TargetSettings(ServiceSettings):
     )
     kv_group_size: int = Field(64, description="Keys or values that share a scale with --kv-bits: 32, 64 or 128.")
     prefill_step_size: Annotated[int, Field(ge=1)] = Field(256, description="Prompt tokens read between two rounds.")
+    grammar_timeout_s: Seconds = Field(10.0, description="Longest that a constraint may take to compile, in seconds.")
+    grammar_max_bytes: Annotated[int, Field(ge=1)] = Field(
+        65_536, description="Longest constraint (schema, regex, grammar, choices), in bytes."
+    )
+    grammar_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        64 << 20, description="Compiled constraints that are kept for later requests, in bytes."
+    )
     max_tokens: Annotated[int, Field(ge=1)] = Field(512, description="Tokens to make where a request does not say.")
     temp: Annotated[float, Field(ge=0, le=100)] = Field(
         0.0, description="Temperature where a request does not say; 0 is greedy."

@@ -47,8 +47,11 @@ class Controller(Protocol):
     def plan(self, limit: int) -> Plan:
         """The next round. limit: most drafts that budget, cache and drafter allow."""
 
-    def use(self, available: int, agreed: int) -> int:
-        """How many of `available` drafts to verify, of which `agreed` more before them came true already."""
+    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
+        """How many of `available` drafts to verify, of which `agreed` more before them came true already.
+
+        The first `sure` and the last `tail` of them are accepted with probability `chance` each, given those before.
+        """
 
     def answered(self, drafts: int, delay_s: float, computed_s: float) -> None:
         """An answer came, delay_s after its question, of which the drafter says it computed for computed_s."""
@@ -74,7 +77,7 @@ class Off:
         """Nothing."""
         return Plan(0, 0.0, self._reason)
 
-    def use(self, available: int, agreed: int) -> int:
+    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
         """None."""
         return 0
 
@@ -107,7 +110,7 @@ class Fixed:
         """As many as fit."""
         return Plan(min(self._drafts, limit), self._patience_s, "fixed" if limit else "budget")
 
-    def use(self, available: int, agreed: int) -> int:
+    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
         """All of them."""
         return available
 
@@ -230,13 +233,20 @@ class Auto:
                 best, gain = k, rate
         return best, gain
 
-    def use(self, available: int, agreed: int) -> int:
+    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
         """The number j that maximises tokens / T(1 + j), given that these drafts are here."""
         tokens, best, top_rate = 1.0, 0, 1.0 / self._costs.plain_s
-        base = self._acceptance.survival(min(agreed, len(self._acceptance.accepted)))
+        positions = len(self._acceptance.accepted)
+        base = self._acceptance.survival(min(agreed + sure, positions))
+        stood = 1.0
         for j in range(1, available + 1):
-            position = min(agreed + j, len(self._acceptance.accepted))
-            tokens += self._acceptance.survival(position) / max(base, 1e-9) if base > 1e-9 else 0.0
+            if j <= sure or j > available - tail:
+                stood *= chance
+                tokens += stood
+            else:
+                survival = self._acceptance.survival(min(agreed + j, positions))
+                stood = chance**sure * survival / base if base > 1e-9 else 0.0
+                tokens += stood
             rate = tokens / self._costs.forward_s(1 + j)
             if rate > top_rate:
                 best, top_rate = j, rate

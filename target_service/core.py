@@ -15,7 +15,9 @@ from target_service.costs import Costs
 from target_service.drafter_pool import DrafterPool
 from target_service.drafts import DraftSource, NoDrafts
 from target_service.engine import Engine
+from target_service.grammars import Grammars, missing
 from target_service.ledger import Ledger
+from target_service.matcher import Matcher
 from target_service.params import DraftingMode, Generation
 from target_service.remote_drafts import RemoteDrafts, SessionTerms
 from target_service.requests import Defaults
@@ -49,8 +51,10 @@ class TargetParts:
 class Target:
     """A model that serves: the round loop runs as long as this context is open. Belongs to the event loop."""
 
-    def __init__(self, parts: TargetParts, engine: Engine, pool: DrafterPool) -> None:
+    def __init__(self, parts: TargetParts, engine: Engine, pool: DrafterPool, grammars: Grammars | None = None) -> None:
+        """grammars: for requests with a constraint; None where the extra for them is missing."""
         self.parts = parts
+        self.grammars = grammars
         self.engine = engine
         self.pool = pool
         self.tally = Tally()
@@ -83,10 +87,21 @@ class Target:
             _log.critical("round_loop_died", exc_info=error)
             self.scheduler.fail_all(error)
 
-    def submit(self, generation: Generation, span: RequestSpan | None = None) -> Sequence:
-        """Queues a request. span: its place in a trace. Raises Overloaded."""
-        ledger = Ledger(generation.prompt, generation.stopping, self._piece(generation))
-        sequence = Sequence(generation, ledger, self._controller(generation), self.tally)
+    async def matcher(self, generation: Generation) -> Matcher | None:
+        """The grammar of a request with a constraint, compiled. Raises InvalidRequest for one that cannot be kept."""
+        constraint = generation.constraint
+        if constraint is None:
+            return None
+        if self.grammars is None:
+            raise missing(constraint.kind)
+        return await self.grammars.matcher(constraint, generation.stopping)
+
+    def submit(
+        self, generation: Generation, matcher: Matcher | None = None, span: RequestSpan | None = None
+    ) -> Sequence:
+        """Queues a request. matcher: of `matcher`, for one with a constraint; span: its place in a trace. Raises Overloaded."""
+        ledger = Ledger(generation.prompt, generation.stopping, self._piece(generation), matcher)
+        sequence = Sequence(generation, ledger, self._controller(generation), matcher, self.tally)
         sequence.span = span or sequence.span
         self.scheduler.submit(sequence)
         return sequence

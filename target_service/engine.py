@@ -31,8 +31,9 @@ class Slot:
     choosing: Choosing
     keep: int = 0
     """Positions that stand; the cache may hold more until the next forward."""
-    ahead: PendingChoice | None = None
-    """The choice after [pending] at position `keep`, begun before pending was read back."""
+    ahead: PendingChoice | mx.array | None = None
+    """The choice after [pending] at position `keep`, begun before pending was read back; under a constraint, which has to
+    know pending, its logits."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
 
@@ -157,8 +158,8 @@ class Engine:
     def _launch(self, slot: Slot, window: Window) -> _Flight:
         """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
         if slot.ahead is not None and not window.drafts:
-            choice, slot.ahead = slot.ahead, None
-            return _Flight(slot, window, choice)
+            begun, slot.ahead = slot.ahead, None
+            return _Flight(slot, window, self._chosen(slot, begun, window) if isinstance(begun, mx.array) else begun)
         began_s = time.perf_counter()
         # Without drafts the replay costs its rows once; with them it may have to be done again.
         replayed = self._settle(slot, MOST_REPLAYED if window.drafts else None)
@@ -168,8 +169,19 @@ class Engine:
 
     def _build(self, slot: Slot, ids: mx.array, window: Window) -> PendingChoice:
         """ids: (1, rows), of which the window's own are the last."""
-        logits = self._model(ids, cache=slot.cache.cache.layers)[0, -window.rows :]
+        logits = self._logits(slot, ids, window.rows)
+        if window.limits is not None:
+            # What the constraint allows is looked up while this computes.
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        return self._chosen(slot, logits, window)
+
+    def _logits(self, slot: Slot, ids: mx.array, rows: int) -> mx.array:
+        logits: mx.array = self._model(ids, cache=slot.cache.cache.layers)[0, -rows:]
         slot.cache.written(ids.shape[1])
+        return logits
+
+    @staticmethod
+    def _chosen(slot: Slot, logits: mx.array, window: Window) -> PendingChoice:
         choice = choose(logits, slot.choosing, window)
         mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
         return choice
@@ -179,7 +191,11 @@ class Engine:
         step = flight.window.first_step + 1
         window = Window(slot=flight.window.slot, pending=0, first_step=step)
         flight.slot.cache.begin_ahead()
-        flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
+        if flight.window.limits is None:
+            flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
+        else:
+            flight.slot.ahead = self._logits(flight.slot, flight.choice.ids[None], 1)
+            mx.async_eval(flight.slot.ahead)  # type: ignore[no-untyped-call]
 
     def _land(self, flight: _Flight) -> Choice:
         """A row that cannot be chosen from ends its own sequence, not the tick."""
@@ -192,7 +208,8 @@ class Engine:
             # The forward begun ahead used an id that more filter passes have changed.
             flight.slot.ahead = None
         now_s = time.perf_counter()
-        return Choice(chosen.ids, chosen.logprobs, now_s - flight.began_s, now_s, replayed=flight.replayed)
+        took_s = now_s - flight.began_s
+        return Choice(chosen.ids, chosen.logprobs, took_s, now_s, dead_row=chosen.dead_row, replayed=flight.replayed)
 
     def _settle(self, slot: Slot, most_replayed: int | None) -> int:
         """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants.

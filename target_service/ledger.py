@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from target_service.accept import Verdict
 from target_service.params import Stopping
@@ -19,6 +20,7 @@ class FinishReason(Enum):
     STOP_TOKEN = "stop_token"
     MAX_TOKENS = "max_tokens"
     CONTEXT_LENGTH = "context_length"
+    GRAMMAR_END = "grammar_end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,24 @@ class Committed:
     """Drafts that agreed but came after the end."""
 
 
+class Grammar(Protocol):
+    """A constraint that follows what is committed."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow but an end token."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether what is committed satisfies it."""
+
+    def advance(self, token_id: int) -> None:
+        """Takes the next committed id."""
+
+    def completes(self, text: str) -> bool:
+        """Whether a whole text satisfies it."""
+
+
 class Ledger:
     """Owns the ids of one request. Belongs to the event loop; the core reads it, only `commit` changes it.
 
@@ -81,11 +101,21 @@ class Ledger:
     exactly ids[:cached_length] once the round is truncated.
     """
 
-    def __init__(self, prompt: Sequence[int], stopping: Stopping, piece: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        stopping: Stopping,
+        piece: Callable[[int], bytes],
+        grammar: Grammar | None = None,
+    ) -> None:
         """piece: the bytes that an id adds to the text, none for one that is not shown."""
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.ended_by_token = False
+        self.grammar_complete: bool | None = None
+        """At the end: whether what was delivered satisfies the constraint; None without one."""
+        self._grammar = grammar
+        self._text: list[str] = []
         self._stopping = stopping
         self._piece = piece
         self._gate = TextGate(stopping.stops, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens)
@@ -131,6 +161,8 @@ class Ledger:
             if finish is None:
                 token = Token(token_id, row < verdict.accepted, logprobs[row] if logprobs is not None else None)
                 self.ids.append(token_id)
+                if self._grammar is not None:
+                    self._grammar.advance(token_id)
                 self._held.append(token)
                 passes.append(self._gate.push(self._piece(token_id)))
                 finish = self._end_after(passes[-1])
@@ -139,7 +171,18 @@ class Ledger:
         if finish is not None and finish.reason is not FinishReason.STOP_STRING:
             passes.append(self._gate.finish())
         accepted = min(verdict.accepted, observed)
-        return Committed(self._let_go(passes), finish, accepted, verdict.accepted - accepted)
+        released = self._let_go(passes)
+        if self._grammar is not None:
+            self._judge(self._grammar, released, finish)
+        return Committed(released, finish, accepted, verdict.accepted - accepted)
+
+    def _judge(self, grammar: Grammar, released: Released | None, finish: Finish | None) -> None:
+        if released is not None:
+            self._text.append(released.text)
+        if finish is not None:
+            # A stop string takes text away again that the grammar has seen.
+            stopped = finish.reason is FinishReason.STOP_STRING
+            self.grammar_complete = grammar.completes("".join(self._text)) if stopped else grammar.complete
 
     def _end_token(self, token_id: int) -> Finish | None:
         if token_id in self._stopping.end_ids:
@@ -154,6 +197,8 @@ class Ledger:
     def _end_after(self, passed: Passed) -> Finish | None:
         if passed.stop is not None:
             return Finish(FinishReason.STOP_STRING, stop=passed.stop)
+        if self._grammar is not None and self._grammar.ended:
+            return Finish(FinishReason.GRAMMAR_END)
         if self.remaining > 0:
             return None
         return Finish(FinishReason.CONTEXT_LENGTH if self._stopping.capped_by_context else FinishReason.MAX_TOKENS)

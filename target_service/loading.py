@@ -19,6 +19,7 @@ from target_service.drafter_channel import credentials_of
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
+from target_service.grammars import GrammarLimits, Grammars, installed
 from target_service.limits import RequestLimits
 from target_service.requests import Defaults
 from target_service.resolver import Resolver
@@ -91,7 +92,24 @@ async def load_target(
         device=f"{device} ({blas.kind}{threads})",
         measured=measured,
     )
-    return await stack.enter_async_context(Target(parts, engine, pool))
+    grammars = _grammars(settings, tokenizer, engine, parts.defaults.end_ids)
+    if grammars is not None:
+        stack.push_async_callback(grammars.close)
+    return await stack.enter_async_context(Target(parts, engine, pool, grammars))
+
+
+def _grammars(
+    settings: TargetSettings, tokenizer: Tokenizer, engine: Engine, end_ids: frozenset[int]
+) -> Grammars | None:
+    if not installed():
+        return None
+    limits = GrammarLimits(timeout_s=settings.grammar_timeout_s, cache_bytes=settings.grammar_cache_bytes)
+    special = tokenizer.special_ids
+
+    def pieces() -> list[bytes]:
+        return [b"" if token in special else tokenizer.piece_bytes(token) for token in range(tokenizer.size)]
+
+    return Grammars(limits, pieces=pieces, width=engine.width, end_ids=end_ids, encoder=tokenizer.plain_encoder)
 
 
 async def _prepare(engine: Engine, settings: TargetSettings, loaded: LoadedModel) -> dict[int, float]:
@@ -130,6 +148,7 @@ def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenize
             max_stop_token_ids=settings.max_stop_token_ids,
             max_logit_bias=settings.max_logit_bias,
         ),
+        grammar_bytes=settings.grammar_max_bytes if installed() else 0,
     )
 
 

@@ -48,6 +48,20 @@ class Stopping:
     """Whether the stop string is delivered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the output must look like. Equal ones have the same grammar."""
+
+    kind: str
+    """The request's field: "json_schema", "json_object", "regex", "ebnf", "choice" or "structural_tag"."""
+    text: str = ""
+    """Schema, expression, grammar or tag; empty for json_object and choice."""
+    values: tuple[str, ...] = ()
+    """The texts of a choice."""
+    any_whitespace: bool = False
+    """Whether JSON may have whitespace of any kind; else one space after ":" and ","."""
+
+
 class DraftingMode(Enum):
     """How drafts are used."""
 
@@ -91,6 +105,7 @@ class Generation:
     choosing: Choosing
     stopping: Stopping
     drafting: Drafting
+    constraint: Constraint | None = None
     skip_special_tokens: bool = True
     cache_salt: str = ""
     cache_disabled: bool = False

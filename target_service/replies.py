@@ -17,6 +17,7 @@ _REASONS = {
     FinishReason.STOP_TOKEN: target_pb2.FINISH_REASON_STOP_TOKEN,
     FinishReason.MAX_TOKENS: target_pb2.FINISH_REASON_MAX_TOKENS,
     FinishReason.CONTEXT_LENGTH: target_pb2.FINISH_REASON_CONTEXT_LENGTH,
+    FinishReason.GRAMMAR_END: target_pb2.FINISH_REASON_GRAMMAR_END,
 }
 _STATES = {
     LinkState.CONNECTING: target_pb2.DRAFTER_STATE_CONNECTING,
@@ -85,6 +86,7 @@ def finished(sequence: Sequence, finish: Finish, rollback_kind: str) -> target_p
         ),
         timings=_timings(sequence),
         speculation=speculation(sequence, rollback_kind),
+        grammar_complete=ledger.grammar_complete,
     )
     if finish.reason is FinishReason.STOP_STRING:
         event.stop_string = finish.stop or ""
@@ -114,7 +116,11 @@ def speculation(sequence: Sequence, rollback_kind: str) -> target_pb2.Speculatio
         drafter_id=report.drafter_id,
         no_draft_reason=no_draft_reason(sequence, rollback_kind),
         forwards_saved=counts.forwards_saved,
+        num_forced_draft_tokens=counts.forced,
+        num_accepted_forced_draft_tokens=counts.forced_accepted,
     )
+    if sequence.matcher is not None:
+        stats.constraint_time.CopyFrom(to_duration(sequence.matcher.seconds))
     if report.draft_rpc_p50_s is not None:
         stats.draft_rpc_p50.CopyFrom(to_duration(report.draft_rpc_p50_s))
     return stats

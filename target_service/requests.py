@@ -12,8 +12,9 @@ from draftwire.sampling import Sampler
 from draftwire.tokenizer import ChatTemplateError, Tokenizer
 from draftwire.v1 import target_pb2
 from target_service.checks import Checks
+from target_service.grammars import missing
 from target_service.limits import RequestLimits
-from target_service.params import Choosing, Drafting, DraftingMode, Generation, Penalties, Stopping
+from target_service.params import Choosing, Constraint, Drafting, DraftingMode, Generation, Penalties, Stopping
 
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFTS = 64
@@ -39,6 +40,8 @@ class Defaults:
     drafting: Literal["auto", "off", "fixed"]
     num_draft_tokens: int
     limits: RequestLimits = field(default_factory=RequestLimits)
+    grammar_bytes: int = 0
+    """Longest constraint, in bytes of UTF-8; 0 where the server has no constraints."""
 
 
 def generation_of(
@@ -50,7 +53,7 @@ def generation_of(
     """
     if request.model and request.model != defaults.model_id:
         raise NotFound(f"model {request.model!r} is not served here, {defaults.model_id!r} is", reason="MODEL_UNKNOWN")
-    refuse_unsupported(request)
+    refuse_unsupported(request, constraints=bool(defaults.grammar_bytes))
     checks = Checks()
     checks.length("request_id", request.request_id, _MAX_NAME)
     checks.length("cache.cache_salt", request.cache.cache_salt, _MAX_NAME)
@@ -60,6 +63,7 @@ def generation_of(
     stopping = _stopping(request.stopping, checks, defaults, room)
     choosing = _choosing(request, checks, defaults, stopping)
     drafting = _drafting(request.drafting, checks, defaults)
+    constraint = _constraint(request, checks, defaults.grammar_bytes)
     checks.done()
     skip = request.response.skip_special_tokens if request.response.HasField("skip_special_tokens") else True
     return Generation(
@@ -68,6 +72,7 @@ def generation_of(
         choosing=choosing,
         stopping=stopping,
         drafting=drafting,
+        constraint=constraint,
         skip_special_tokens=skip,
         cache_salt=request.cache.cache_salt,
         cache_disabled=request.cache.disabled,
@@ -87,13 +92,13 @@ def _check_prompt_length(length: int, checks: Checks, defaults: Defaults) -> Non
         checks.bad("prompt", f"has {length} tokens, {problem}", "CONTEXT_LENGTH_EXCEEDED")
 
 
-def refuse_unsupported(request: target_pb2.GenerateRequest) -> None:
-    """Raises Unsupported naming the first option that this server does not have."""
+def refuse_unsupported(request: target_pb2.GenerateRequest, *, constraints: bool = True) -> None:
+    """Raises Unsupported naming the first option that this server does not have. constraints: whether it has those."""
     constraint = request.WhichOneof("constraint")
-    if constraint is not None:
-        raise Unsupported(f"{constraint}: constrained output is not supported by this server")
-    if request.HasField("grammar"):
-        raise Unsupported("grammar: constrained output is not supported by this server")
+    if not constraints and constraint is not None:
+        raise missing(constraint)
+    if not constraints and request.HasField("grammar"):
+        raise missing("grammar")
     if request.response.n > 1:
         raise Unsupported("response.n: one completion a request; send several requests with different seeds")
     if request.response.echo:
@@ -246,6 +251,30 @@ def _choosing(request: target_pb2.GenerateRequest, checks: Checks, defaults: Def
         min_tokens=stopping.min_tokens,
         top_logprobs=top,
     )
+
+
+def _constraint(request: target_pb2.GenerateRequest, checks: Checks, most_bytes: int) -> Constraint | None:
+    kind = request.WhichOneof("constraint")
+    if kind is None:
+        if request.HasField("grammar"):
+            checks.bad("grammar", "has no effect without a constraint; leave it out or give one")
+        return None
+    text, values = "", tuple[str, ...]()
+    if kind == "choice":
+        values = tuple(dict.fromkeys(request.choice.values))
+        if not values or "" in values:
+            checks.bad("choice.values", "needs at least one text, none of them empty", "FIELD_REQUIRED")
+    elif kind == "json_object":
+        if not request.json_object:
+            checks.bad("json_object", "is false; leave it out or set it to true")
+    else:
+        text = str(getattr(request, kind))
+        if not text.strip():
+            checks.bad(kind, "is empty; leave it out", "FIELD_REQUIRED")
+    size = len(text.encode()) + sum(len(value.encode()) for value in values)
+    if size > most_bytes:
+        checks.bad(kind, f"has {size} bytes, at most {most_bytes} are allowed", "OUT_OF_BOUNDS")
+    return Constraint(kind, text, values, request.grammar.any_whitespace)
 
 
 def _sampler(wire: target_pb2.SamplingParams, checks: Checks, defaults: Defaults) -> Sampler:

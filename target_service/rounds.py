@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 
 from draftwire.logs import get_logger
-from target_service.accept import accept
+from target_service.accept import Verdict, accept
 from target_service.costs import Costs
 from target_service.engine import Engine
 from target_service.ledger import Committed
+from target_service.matcher import dead_end
 from target_service.recorder import NullRecorder, Recorder
 from target_service.scheduler import Scheduler
 from target_service.sequence import Sequence
 from target_service.window import Choice, Window
 
 _log = get_logger("rounds")
+
+
+class DeadEnd(Exception):
+    """A round after which a constraint leaves nothing to choose. What it committed is still delivered."""
+
+    def __init__(self, committed: Committed, step: int) -> None:
+        super().__init__()
+        self.committed = committed
+        self.error = dead_end(step)
 
 
 async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs, recorder: Recorder | None = None) -> None:
@@ -43,6 +53,9 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs, recorde
         for sequence, window, choice in zip(live, windows, choices, strict=True):
             try:
                 committed = commit_round(engine, sequence, window, choice)
+            except DeadEnd as end:
+                sequence.emit(end.committed)
+                scheduler.fail([sequence], end.error)
             except Exception as error:
                 scheduler.fail([sequence], error)
             else:
@@ -77,13 +90,18 @@ def windows_of(scheduler: Scheduler, ready: list[Sequence]) -> tuple[list[Sequen
 
 
 def commit_round(engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> Committed:
-    """What one sequence keeps of what its window's rows chose. Raises the choice's error where there is one."""
+    """What one sequence keeps of what its window's rows chose. Raises the choice's error where there is one, or DeadEnd."""
     if choice.error is not None:
         raise choice.error
     assert sequence.slot is not None
     before = sequence.ledger.step
     verdict = accept(window.drafts, choice.ids)
+    dead = choice.dead_row is not None and choice.dead_row <= verdict.accepted
+    if dead:
+        verdict = Verdict(verdict.ids[: choice.dead_row], verdict.proposed)
     committed = sequence.ledger.commit(verdict, choice.logprobs)
+    if dead and committed.finish is None:
+        raise DeadEnd(committed, sequence.ledger.step)
     # After commit: only commit knows where an end token, a stop or the budget cuts.
     engine.truncate(sequence.slot, sequence.ledger.cached_length)
     emitted = sequence.ledger.step - before + int(sequence.ledger.ended_by_token)

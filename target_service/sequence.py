@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftwire.errors import DraftwireError
 from draftwire.rollback import Rollback
 from target_service.controller import Controller, Plan
 from target_service.drafts import Answer, DraftSource, NoDrafts, Offer
+from target_service.forcing import Certainty, Joined, join
 from target_service.ledger import Committed, Finish, Ledger, Released
+from target_service.matcher import Matcher
 from target_service.params import DraftingMode, Generation
 from target_service.recorder import NullRecorder, Recorder
 from target_service.spans import NoSpan, RequestSpan
@@ -39,10 +41,19 @@ class Sequence:
     """Belongs to the event loop. The round loop calls, in this order: `collect`, `window`, `book`, `ask`, `emit`."""
 
     def __init__(
-        self, generation: Generation, ledger: Ledger, controller: Controller, recorder: Recorder | None = None
+        self,
+        generation: Generation,
+        ledger: Ledger,
+        controller: Controller,
+        matcher: Matcher | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """matcher: that of the ledger, for a request with a constraint."""
         self.generation = generation
         self.ledger = ledger
+        self.matcher = matcher
+        self._certainty = Certainty()
+        self._forced: tuple[int, ...] = ()
         self.counts = SpeculationCounts()
         self.times = Times(arrived=time.monotonic())
         self.outbox: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -93,6 +104,7 @@ class Sequence:
         if self.ledger.prompt_length == 1:
             self.times.prefilled = self.times.admitted
         self._recorder.admitted(self.times.queued_s)
+        self._foresee()
         self.outbox.put_nowait(Admitted())
 
     def patience_left_s(self, now_s: float) -> float:
@@ -120,9 +132,12 @@ class Sequence:
     def window(self, *, may_run_ahead: bool = True) -> Window:
         """[pending, *drafts] for the next forward. may_run_ahead: whether the one after it may be begun ahead."""
         assert self.slot is not None
-        drafts = () if self._ahead else self._drafts()
+        joined = Joined(()) if self._ahead else self._drafts()
+        drafts, matcher = joined.ids, self.matcher
         choosing = self.generation.choosing
-        self._ahead = not drafts and may_run_ahead and self._may_run_ahead()
+        alone = not drafts and may_run_ahead and self._may_run_ahead()
+        # What a constraint forces next is known when this window has been read, not before.
+        self._ahead = alone and (matcher is None or self._off)
         history: tuple[int, ...] = ()
         if choosing.penalties.on:
             history = tuple(self.ledger.ids[-choosing.penalties.window :])
@@ -133,6 +148,9 @@ class Sequence:
             first_step=self.ledger.step,
             history=history,
             ahead=self._ahead,
+            likely=alone,
+            limits=None if matcher is None else lambda: matcher.limits(drafts),
+            forced=joined.own,
         )
 
     def book(self, window: Window, choice: Choice, committed: Committed, emitted: int) -> None:
@@ -142,13 +160,18 @@ class Sequence:
             self._recorder.first_token(self.ledger.prompt_length, self.times)
         drafted = len(window.drafts)
         reason = "" if drafted else self._why_none()
-        for books in (self.counts.book, self._recorder.round):
-            books(drafted=drafted, accepted=committed.accepted, cut=committed.cut, emitted=emitted, reason=reason)
+        made = {"drafted": drafted, "accepted": committed.accepted, "cut": committed.cut, "emitted": emitted}
+        self.counts.book(**made, reason=reason, forced=window.forced)
+        self._recorder.round(**made, reason=reason)
+        if self._forced and drafted:
+            tried = min(len(self._forced), drafted)
+            self._certainty.scored(tried, min(tried, committed.accepted))
         self._score()
 
     def ask(self) -> None:
         """Asks the drafter for the next round, if the controller says so. Before `emit`: the question travels meanwhile."""
         self._missed_patience = False
+        self._foresee()
         if self.source.asking:
             # A late answer may still fit; a second question would only take its place.
             self._plan = Plan(0, 0.0, "late")
@@ -156,8 +179,11 @@ class Sequence:
         limit = min(self._limit(), self.source.limit)
         self._plan = self._controller.plan(limit)
         rest = len(self._offer.rest) if self._offer else 0
-        if self._plan.ask == 0 or rest >= self._plan.ask or not self.source.ready:
+        if self._plan.ask == 0 or max(rest, len(self._forced)) >= self._plan.ask or not self.source.ready:
             return
+        if self._forced:
+            # There is something to verify already: nobody waits for more.
+            self._plan = replace(self._plan, patience_s=0.0)
         self._drop_offer()
         self._asked_s = time.monotonic()
         self.source.ask(self.ledger.ids, self._plan.ask)
@@ -219,12 +245,25 @@ class Sequence:
             self._told_tokens += tokens
             self._recorder.delivered(tokens, None if before_s is None else self._told_s - before_s)
 
-    def _drafts(self) -> tuple[int, ...]:
-        rest = self._offer.rest if self._offer else ()
-        if self._offer is None or not rest:
-            return ()
-        fit = rest[: self._limit()]
-        return fit[: self._controller.use(len(fit), self._offer.agreed)]
+    @property
+    def _off(self) -> bool:
+        return self.generation.drafting.mode is DraftingMode.OFF
+
+    def _foresee(self) -> None:
+        """Looks what the constraint forces next."""
+        if self.matcher is not None and not self._off:
+            self._forced = self.matcher.forced((), self._limit())
+
+    def _drafts(self) -> Joined:
+        limit = self._limit()
+        rest, agreed = (self._offer.rest[:limit], self._offer.agreed) if self._offer else ((), 0)
+        if self.matcher is None:
+            return Joined(rest[: self._controller.use(len(rest), agreed)] if rest else ())
+        joined = join(self.matcher, self._forced, rest, limit)
+        if not joined.ids:
+            return joined
+        use = self._controller.use(len(joined.ids), agreed, joined.sure, joined.tail, self._certainty.chance)
+        return joined.first(use)
 
     def _limit(self) -> int:
         """Most drafts that budget and cache allow: the last token of the budget needs none."""

@@ -88,7 +88,10 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             if name in self._live:
                 raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
             structlog.contextvars.bind_contextvars(request_id=name)
-            sequence = target.submit(generation, self.tracer.request())
+            matcher = await target.matcher(generation)
+            if name in self._live:
+                raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
+            sequence = target.submit(generation, matcher, self.tracer.request())
             self._live[name] = (owner, sequence)
             if self._options.log_prompts:
                 _log.info("prompt", **beginning(_prompt_text(request), generation.prompt))
@@ -140,6 +143,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
         tokenizer = parts.tokenizer
         abilities = ["logprobs", "speculation", "seed"]
         abilities += ["chat"] if tokenizer.has_chat_template else []
+        abilities += ["grammar"] if target.grammars is not None else []
         abilities += ["tools"] if tokenizer.template_uses("tools") else []
         return target_pb2.GetModelInfoResponse(
             instance_id=self._lifecycle.instance_id,
@@ -280,4 +284,5 @@ def _log_done(generation: Generation, sequence: Sequence, done: Done) -> None:
         forwards=counts.forwards,
         decode_s=round(sequence.times.decode_s, 3),
         without_draft=dict(counts.without_draft),
+        constraint_ms=round(sequence.matcher.seconds * 1e3, 3) if sequence.matcher is not None else None,
     )

@@ -7,6 +7,7 @@ not a speculative round; the bonus token is never counted as accepted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -23,6 +24,9 @@ class SpeculationCounts:
     drafted: int = 0
     accepted: int = 0
     cut: int = 0
+    forced: int = 0
+    """Of drafted, those that a constraint proposed."""
+    forced_accepted: int = 0
     forwards: int = 0
     """Decode forwards of the target."""
     emitted: int = 0
@@ -34,8 +38,10 @@ class SpeculationCounts:
     without_draft: Counter[str] = field(default_factory=Counter)
     """Rounds without drafts, by reason."""
 
-    def book(self, *, drafted: int, accepted: int, cut: int, emitted: int, reason: str) -> None:
-        """Counts one round. reason: why there were no drafts, if there were none."""
+    def book(
+        self, *, drafted: int, accepted: int, cut: int, emitted: int, reason: str, forced: Sequence[bool] = ()
+    ) -> None:
+        """Counts one round. reason: why there were no drafts, if there were none. forced: as in `Window`."""
         self.forwards += 1
         self.emitted += emitted
         if not drafted:
@@ -45,6 +51,8 @@ class SpeculationCounts:
         self.drafted += drafted
         self.accepted += accepted
         self.cut += cut
+        self.forced += sum(forced)
+        self.forced_accepted += sum(forced[:accepted])
         for position in range(drafted):
             _bump(self.drafted_by_position, position)
         self.accepted_by_position.extend([0] * (len(self.drafted_by_position) - len(self.accepted_by_position)))

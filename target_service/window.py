@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from draftwire.errors import DraftwireError
 from target_service.ledger import TokenLogprobs
@@ -23,6 +25,13 @@ class Window:
     """Ids up to and including pending that penalties look at; empty without penalties."""
     ahead: bool = False
     """The next window will be [what row 0 chooses] alone: the engine may begin it before this one is read."""
+    likely: bool = False
+    """The next window may be that: the engine may prepare it, but not begin it."""
+    limits: Callable[[], Any] | None = None
+    """What a constraint allows: gives (rows, vocab) float32 for numpy, inf or -inf. Called on the compute thread while the
+    forward runs, once."""
+    forced: tuple[bool, ...] = ()
+    """One a draft where a constraint proposed any: whether it did."""
 
     @property
     def rows(self) -> int:
@@ -44,5 +53,7 @@ class Choice:
     """When they were read back, on the performance counter."""
     error: DraftwireError | None = None
     """Why this window has no choice, where its neighbours in the batch have one."""
+    dead_row: int | None = None
+    """The first row in which a constraint left nothing to choose; its id and those behind it mean nothing."""
     replayed: int = 0
     """Rows that were computed again before the window's own, after a rollback of recurrent state."""

@@ -87,11 +87,12 @@ class Result:
     logprobs: tuple[TokenLogprobs | None, ...]
     from_draft: tuple[bool, ...]
     counts: SpeculationCounts
+    grammar_complete: bool | None = None
 
     @property
     def visible(self) -> tuple[Any, ...]:
         """Everything that drafts must not change."""
-        return self.ids, self.text, self.finish, self.completion_tokens, self.logprobs
+        return self.ids, self.text, self.finish, self.completion_tokens, self.logprobs, self.grammar_complete
 
 
 @asynccontextmanager
@@ -129,7 +130,7 @@ async def complete(target: Target, wanted: Generation, script: Script | None = N
     """Runs a request to its end; with a script, its drafts come from there."""
     if script is not None:
         target.scheduler.open_source = lambda _: ScriptedSource(script)
-    sequence = target.submit(wanted)
+    sequence = target.submit(wanted, await target.matcher(wanted))
     return await drain(sequence)
 
 
@@ -154,6 +155,7 @@ async def drain(sequence: Request) -> Result:
                 logprobs=tuple(token.logprobs for token in tokens),
                 from_draft=tuple(token.from_draft for token in tokens),
                 counts=sequence.counts,
+                grammar_complete=sequence.ledger.grammar_complete,
             )
 
 

@@ -237,7 +237,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text, tokenized with the tokenizer's special tokens."""
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as JSON text. Keywords that cannot be enforced are INVALID_ARGUMENT, never ignored."""
     json_object: _builtins.bool
     """Any JSON object."""
     regex: _builtins.str
@@ -329,7 +329,9 @@ class GrammarOptions(_message.Message):
 
     ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
     any_whitespace: _builtins.bool
-    """Allows any whitespace between JSON tokens; absent takes the server's default."""
+    """Allows any whitespace between JSON tokens; absent or false means one space after ":" and ",", and none elsewhere. Has
+    no effect on constraints other than json_schema and json_object.
+    """
     def __init__(
         self,
         *,
@@ -1112,6 +1114,9 @@ class SpeculationStats(_message.Message):
     DRAFTER_ID_FIELD_NUMBER: _builtins.int
     NO_DRAFT_REASON_FIELD_NUMBER: _builtins.int
     FORWARDS_SAVED_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FORCED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_TIME_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds that verified at least one draft."""
     num_draft_tokens: _builtins.int
@@ -1136,6 +1141,10 @@ class SpeculationStats(_message.Message):
     """Why there was not a single draft."""
     forwards_saved: _builtins.int
     """Decode forwards that plain decoding would have needed beyond those made."""
+    num_forced_draft_tokens: _builtins.int
+    """Of num_draft_tokens, those that the target proposed itself because the constraint forces their text."""
+    num_accepted_forced_draft_tokens: _builtins.int
+    """Of num_accepted_draft_tokens, those that the target proposed itself."""
     @_builtins.property
     def drafted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Verified drafts by position in the window."""
@@ -1158,6 +1167,12 @@ class SpeculationStats(_message.Message):
     def draft_rpc_p50(self) -> _duration_pb2.Duration:
         """Median time of a Draft call, as the target saw it; absent without calls."""
 
+    @_builtins.property
+    def constraint_time(self) -> _duration_pb2.Duration:
+        """Time that the constraint took on the host: masks, walks, forced text. Most of it runs while forwards compute. Absent
+        without a constraint.
+        """
+
     def __init__(
         self,
         *,
@@ -1178,10 +1193,13 @@ class SpeculationStats(_message.Message):
         drafter_id: _builtins.str = ...,
         no_draft_reason: Global___NoDraftReason.ValueType = ...,
         forwards_saved: _builtins.int = ...,
+        num_forced_draft_tokens: _builtins.int = ...,
+        num_accepted_forced_draft_tokens: _builtins.int = ...,
+        constraint_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_rpc_p50", b"draft_rpc_p50"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint_time", b"constraint_time", "draft_rpc_p50", b"draft_rpc_p50"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_by_position", b"accepted_by_position", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_rpc_p50", b"draft_rpc_p50", "drafted_by_position", b"drafted_by_position", "drafter_id", b"drafter_id", "failovers", b"failovers", "forwards_saved", b"forwards_saved", "mean_acceptance_length", b"mean_acceptance_length", "no_draft_reason", b"no_draft_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_cut_draft_tokens", b"num_cut_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_spec_steps", b"num_spec_steps", "reseeds", b"reseeds", "rounds_without_draft", b"rounds_without_draft", "target_calls", b"target_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_by_position", b"accepted_by_position", "constraint_time", b"constraint_time", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_rpc_p50", b"draft_rpc_p50", "drafted_by_position", b"drafted_by_position", "drafter_id", b"drafter_id", "failovers", b"failovers", "forwards_saved", b"forwards_saved", "mean_acceptance_length", b"mean_acceptance_length", "no_draft_reason", b"no_draft_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_accepted_forced_draft_tokens", b"num_accepted_forced_draft_tokens", "num_cut_draft_tokens", b"num_cut_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_forced_draft_tokens", b"num_forced_draft_tokens", "num_spec_steps", b"num_spec_steps", "reseeds", b"reseeds", "rounds_without_draft", b"rounds_without_draft", "target_calls", b"target_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1449,7 +1467,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of abilities, as "logprobs", "chat", "tools"."""
+        """Names of abilities, as "logprobs", "chat", "tools", "grammar"."""
 
     def __init__(
         self,

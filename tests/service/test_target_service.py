@@ -224,13 +224,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "name"),
         [
-            ({"json_schema": "{}"}, "json_schema"),
-            ({"json_object": True}, "json_object"),
-            ({"regex": "a+"}, "regex"),
-            ({"ebnf": 'root ::= "a"'}, "ebnf"),
-            ({"choice": pb.Choices(values=["a"])}, "choice"),
-            ({"structural_tag": "{}"}, "structural_tag"),
-            ({"grammar": pb.GrammarOptions(any_whitespace=True)}, "grammar"),
             ({"response": pb.ResponseOptions(n=2)}, "response.n"),
             ({"response": pb.ResponseOptions(echo=True)}, "response.echo"),
             ({"response": pb.ResponseOptions(prompt_logprobs=1)}, "response.prompt_logprobs"),

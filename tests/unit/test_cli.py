@@ -93,6 +93,31 @@ def test_flags_reach_the_request(good: ScriptedTarget, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "value"),
+    [
+        (["--json-object"], "json_object", True),
+        (["--regex", "a+"], "regex", "a+"),
+        (["--grammar", "FILE"], "ebnf", 'root ::= "a"'),
+        (["--ebnf", "FILE"], "ebnf", 'root ::= "a"'),
+        (["--structural-tag", "FILE"], "structural_tag", 'root ::= "a"'),
+        (["--json-schema", "FILE", "--any-whitespace"], "json_schema", 'root ::= "a"'),
+        (["--choice", "a", "--choice", "b"], "choice", pb.Choices(values=["a", "b"])),
+    ],
+)
+def test_a_constraint_reaches_the_request(
+    good: ScriptedTarget, tmp_path: Path, flags: list[str], kind: str, value: Any
+) -> None:
+    """Those in files are read here."""
+    file = tmp_path / "constraint"
+    file.write_text('root ::= "a"', encoding="utf-8")
+    assert run(good, "generate", "Hi", *(str(file) if flag == "FILE" else flag for flag in flags)).exit_code == 0
+    (request,) = good.requests
+    assert request.WhichOneof("constraint") == kind
+    assert getattr(request, kind) == value
+    assert request.grammar.any_whitespace == ("--any-whitespace" in flags)
+
+
 def test_json_prints_one_event_a_line(good: ScriptedTarget) -> None:
     """Programs read kinds, ids, each token's text and statistics; the text is that of the chunks."""
     result = run(good, "generate", "Hi", "--json", "--no-stats")

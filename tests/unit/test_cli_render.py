@@ -7,8 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from client.render import Mark, Tally, TextView, mark_for, split_by_draft
-from draftwire.events import Chunk, Token
+from client.render import Mark, Tally, TextView, mark_for, split_by_draft, statistics
+from draftwire import parse
+from draftwire.events import Chunk, Finished, Token
+from draftwire.scripted_target import finished, started
+from draftwire.v1 import target_pb2 as pb
+from draftwire.wire import to_duration
 
 
 def made(*tokens: tuple[str, bool]) -> Chunk:
@@ -87,3 +91,27 @@ def test_an_interrupted_answer_is_counted_as_far_as_it_was_seen() -> None:
     tally.see(made((" a", True), ("b", True), (" c", False)))
     assert tally.line().startswith("interrupted after 3 tokens in ")
     assert tally.line().endswith("2 of them accepted drafts")
+
+
+def test_statistics_name_forced_drafts_and_an_unfinished_object() -> None:
+    """What the constraint drafted, what it took, and that the text does not satisfy it."""
+    response = finished(10, drafted=6, accepted=5)
+    stats = response.finished.speculation
+    stats.num_forced_draft_tokens, stats.num_accepted_forced_draft_tokens = 4, 3
+    stats.constraint_time.CopyFrom(to_duration(0.001))
+    response.finished.grammar_complete = False
+    line = statistics(seen(response))
+    assert "forced by the constraint: 4 of them, accepted 3" in line
+    assert "constraint 100 us a token" in line
+    assert line.endswith("end: max tokens (the constraint is not satisfied)")
+    response.finished.grammar_complete = True
+    assert statistics(seen(response)).endswith("end: max tokens")
+
+
+def seen(response: pb.GenerateResponse) -> Finished:
+    """The event as a client has it."""
+    state = parse.StreamState()
+    state.observe(started())
+    event = state.observe(response)
+    assert isinstance(event, Finished)
+    return event

@@ -6,11 +6,18 @@ import grpc
 import pytest
 
 from draftwire import errors
-from draftwire.errors import ERROR_CLASSES, DraftwireError, FieldViolation, InvalidRequest, error_class
+from draftwire.errors import (
+    ERROR_CLASSES,
+    DraftwireError,
+    FieldViolation,
+    InvalidRequest,
+    UnfinishedOutput,
+    error_class,
+)
 
 
 def test_every_subclass_is_listed_once_and_has_a_code_of_its_own() -> None:
-    assert set(ERROR_CLASSES) == set(DraftwireError.__subclasses__())
+    assert {*ERROR_CLASSES, UnfinishedOutput} == set(DraftwireError.__subclasses__())
     assert len({cls.code for cls in ERROR_CLASSES}) == len(ERROR_CLASSES)
     assert grpc.StatusCode.OK not in {cls.code for cls in ERROR_CLASSES}
 

@@ -17,7 +17,7 @@ from draftwire.testing_models import TINY_END_IDS, TINY_VOCAB, save_tiny_model
 from draftwire.tokenizer import Tokenizer
 from draftwire.v1 import target_pb2 as pb
 from target_service.checks import Checks
-from target_service.params import Drafting, DraftingMode, Generation, Penalties
+from target_service.params import Constraint, Drafting, DraftingMode, Generation, Penalties
 from target_service.requests import MAX_DRAFTS, Defaults, generation_of, prompt_ids
 
 WIDTH = 320
@@ -352,6 +352,35 @@ def test_options_that_the_server_lacks_are_refused_by_name(
     """Kind of fault: an option is taken without complaint and has no effect."""
     with pytest.raises(Unsupported, match=rf"^{name}: "):
         made(tokenizer, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"json_schema": "{}"}, Constraint("json_schema", "{}")),
+        ({"json_object": True}, Constraint("json_object")),
+        ({"regex": "a+"}, Constraint("regex", "a+")),
+        ({"choice": pb.Choices(values=["b", "a", "b"])}, Constraint("choice", values=("b", "a"))),
+        (
+            {"json_schema": "{}", "grammar": pb.GrammarOptions(any_whitespace=True)},
+            Constraint("json_schema", "{}", any_whitespace=True),
+        ),
+        ({}, None),
+    ],
+)
+def test_a_constraint_is_taken_where_the_server_has_them(
+    tokenizer: Tokenizer, fields: dict[str, Any], expected: Constraint | None
+) -> None:
+    """Whether its content is right, the compiler says."""
+    assert made(tokenizer, replace(DEFAULTS, grammar_bytes=100), **fields).constraint == expected
+
+
+def test_constraints_are_bounded_in_bytes(tokenizer: Tokenizer) -> None:
+    """Characters may have several, and a choice is counted whole."""
+    bounded = replace(DEFAULTS, grammar_bytes=10)
+    assert made(tokenizer, bounded, regex="é" * 5).constraint
+    assert "regex" in refused(tokenizer, bounded, regex="é" * 6)
+    assert "choice" in refused(tokenizer, bounded, choice=pb.Choices(values=["abcdef", "ghijk"]))
 
 
 def test_another_model_is_not_found_and_this_one_may_be_named(tokenizer: Tokenizer) -> None:
