@@ -128,6 +128,8 @@ def statistics(finished: Finished) -> str:
     else:
         reason = finished.no_draft_reason.value.replace("_", " ") if finished.no_draft_reason else "no reason given"
         parts.append(f"no drafts: {reason}")
+    if drafts.near_ties:
+        parts.append(f"{drafts.near_ties} near ties")
     parts.append(f"end: {finished.finish_reason.value.replace('_', ' ')}")
     return "; ".join(parts)
 

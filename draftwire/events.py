@@ -172,6 +172,8 @@ class SpeculationStats:
     no_draft_reason: NoDraftReason | None
     """None where there were drafts."""
     forwards_saved: int
+    near_ties: int = 0
+    """Tokens whose two best scores were closer than `ModelInfo.near_tie_gap`; 0 with exact numerics."""
     """Decode forwards that plain decoding would have needed beyond those made."""
 
     @property
@@ -277,6 +279,10 @@ class ModelInfo:
     queued: int
     batching: str
     """"ragged", or "one by one: <reason>"; empty from an older target."""
+    exact_rows: int = 0
+    """Rows of every decode forward with exact numerics; 0 with fast."""
+    near_tie_gap: float = 0.0
+    """Logits closer than this count as a near tie; 0 where none are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,8 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         running=reply.running,
         queued=reply.queued,
         batching=reply.batching,
+        exact_rows=reply.exact_rows,
+        near_tie_gap=round(reply.near_tie_gap, 6),
     )
 
 
@@ -250,6 +252,7 @@ def _speculation(message: pb.SpeculationStats) -> SpeculationStats:
         drafter_id=message.drafter_id,
         no_draft_reason=reason if message.no_draft_reason else None,
         forwards_saved=message.forwards_saved,
+        near_ties=message.near_ties,
     )
 
 

@@ -160,7 +160,9 @@ class BatchEngine(Engine):
         for slot, window in work:
             assert slot.row is not None
             pool.written(slot.row, window.rows)
-        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s, pool.last_keys())
+        flight = _Flight(
+            [slot for slot, _ in work], PendingBatch(logits, parts, self.near_tie_gap), width, began_s, pool.last_keys()
+        )
         self._hand_over(flight)
         return flight
 
@@ -192,7 +194,7 @@ class BatchEngine(Engine):
             parts.append(Part(slot.row.index, slot.choosing, after))
         self._ahead = _Flight(
             [slot for slot, _ in work],
-            PendingBatch(logits, parts),
+            PendingBatch(logits, parts, self.near_tie_gap),
             1,
             0.0,
             pool.last_keys(),
@@ -307,4 +309,4 @@ class BatchEngine(Engine):
 def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:
     if isinstance(chosen, InternalError):
         return Choice((), None, forward_s, landed_s, chosen)
-    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s)
+    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s, near=chosen.near)

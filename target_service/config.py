@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from draftwire.settings import Port, Seconds, ServiceSettings
+from draftwire.tiles import TILE_ROWS
 
 
 class TargetSettings(ServiceSettings):
@@ -36,6 +37,15 @@ class TargetSettings(ServiceSettings):
     batching: Literal["auto", "off"] = Field(
         "auto", description="'auto' runs all requests in one forward where the model can; 'off' runs them one by one."
     )
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="'exact' gives the same bits with and without drafts, alone and in company, in forwards of one shape; "
+        "'fast' takes any shape and counts near ties.",
+    )
+    exact_rows: int | None = Field(
+        None,
+        description="Rows of a forward with --numerics exact, 4 or 8; the larger that suits the model when absent.",
+    )
     max_queued: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; more are refused.")
     kv_bytes_limit: Annotated[int, Field(ge=1)] = Field(
         4 << 30, description="KV cache of all running requests, in bytes, charged at admission."
@@ -58,6 +68,13 @@ class TargetSettings(ServiceSettings):
     @classmethod
     def _bits(cls, value: int | None) -> int | None:
         if value not in (None, 4, 8):
+            raise ValueError(f"{value} is neither 4 nor 8")
+        return value
+
+    @field_validator("exact_rows")
+    @classmethod
+    def _rows(cls, value: int | None) -> int | None:
+        if value not in (None, *TILE_ROWS):
             raise ValueError(f"{value} is neither 4 nor 8")
         return value
 

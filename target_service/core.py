@@ -25,8 +25,6 @@ from target_service.sequence import Sequence
 
 _log = get_logger("rounds")
 _FIRST_DELAY_S = 0.003
-NUMERICS = "fast"
-"""Windows of any shape; "exact" (the same bits for any shape) is a later mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,8 @@ class TargetParts:
     """What computes, for people."""
     measured: Mapping[int, float] = field(default_factory=dict)
     """rows -> seconds of a forward, from warm-up."""
+    numerics: str = "fast"
+    """"fast" or "exact"."""
 
 
 class Target:

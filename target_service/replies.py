@@ -114,6 +114,7 @@ def speculation(sequence: Sequence, rollback_kind: str) -> target_pb2.Speculatio
         drafter_id=report.drafter_id,
         no_draft_reason=no_draft_reason(sequence, rollback_kind),
         forwards_saved=counts.forwards_saved,
+        near_ties=counts.near_ties,
     )
     if report.draft_rpc_p50_s is not None:
         stats.draft_rpc_p50.CopyFrom(to_duration(report.draft_rpc_p50_s))

@@ -16,6 +16,7 @@ from target_service.stats import SpeculationCounts, Times
 from target_service.window import Choice, Window
 
 _OUTBOX_ROUNDS = 64
+NO_ROOM_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Sequence:
         self.slot: int | None = None
         self.prefilled = 0
         self.cancelled = False
+        self.room = NO_ROOM_LIMIT
+        """Drafts that fit beside the other sequences of a tick; the scheduler sets it."""
         self.source: DraftSource = NoDrafts()
         self._controller = controller
         self._rollback: Rollback | None = None
@@ -132,6 +135,7 @@ class Sequence:
         self.counts.book(
             drafted=drafted, accepted=committed.accepted, cut=committed.cut, emitted=emitted, reason=reason
         )
+        self.counts.near_ties += sum(choice.near[:emitted])
         self._score()
 
     def ask(self) -> None:
@@ -197,7 +201,7 @@ class Sequence:
     def _limit(self) -> int:
         """Most drafts that budget and cache allow: the last token of the budget needs none."""
         assert self._rollback is not None
-        room = self._rollback.room(self.ledger.cached_length)
+        room = min(self.room, self._rollback.room(self.ledger.cached_length))
         return max(0, min(room, self.ledger.remaining - 1, self.generation.drafting.max_drafts))
 
     def _may_run_ahead(self) -> bool:

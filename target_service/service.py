@@ -20,7 +20,7 @@ from draftwire.v1 import target_pb2, target_pb2_grpc
 from draftwire.wire import invalid
 from target_service import replies
 from target_service.checks import Checks
-from target_service.core import NUMERICS, Target
+from target_service.core import Target
 from target_service.ledger import Released
 from target_service.params import Choosing, Generation
 from target_service.requests import MAX_TOP_LOGPROBS, generation_of, prompt_ids
@@ -118,7 +118,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             end_token_ids=sorted(defaults.end_ids),
             dtype=parts.loaded.dtype,
             device=parts.device,
-            numerics=NUMERICS,
+            numerics=parts.numerics,
             default_sampling=_default_sampling(defaults.temperature),
             capabilities=abilities,
             max_top_logprobs=MAX_TOP_LOGPROBS,
@@ -130,6 +130,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             running=target.scheduler.running,
             queued=target.scheduler.queued,
             batching=target.engine.batching,
+            exact_rows=target.engine.tile.rows if target.engine.tile else 0,
+            near_tie_gap=target.engine.near_tie_gap,
         )
 
     async def ListDrafters(
@@ -186,7 +188,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             return replies.chunk(outcome)
         if isinstance(outcome, Admitted):
             loaded = target.parts.loaded
-            return replies.started(sequence, target.parts.defaults.model_id, loaded.revision, NUMERICS)
+            return replies.started(sequence, target.parts.defaults.model_id, loaded.revision, target.parts.numerics)
         if isinstance(outcome, DraftwireError):
             raise outcome
         return replies.finished(sequence, outcome.finish, target.engine.rollback.kind)

@@ -44,5 +44,7 @@ class Choice:
     """When they were read back, on the performance counter."""
     error: DraftwireError | None = None
     """Why this window has no choice, where its neighbours in the batch have one."""
+    near: tuple[bool, ...] = ()
+    """(rows,) whether the two best scores were closer than the engine's gap; empty where it does not look."""
     replayed: int = 0
     """Rows that were computed again before the window's own, after a rollback of recurrent state."""
