@@ -6,7 +6,6 @@ Log-probabilities of the best ids are compared as they are: the last bit of a lo
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,9 +16,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import structlog
 from harness import Result, Script, ScriptedSource, complete, drain, fixed, generation, loaded_target
+from target_fixture import target_service
 
+from client.render import statistics
 from draftwire.caches import SequenceCache, flat
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
@@ -32,8 +32,6 @@ from target_service.drafts import DraftSource, Lost, NoDrafts
 from target_service.exact_engine import ExactEngine
 from target_service.params import Choosing, Generation, Penalties
 from target_service.window import Choice, Window
-
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 WIDTH = 259
 CHOOSINGS = (
@@ -383,3 +381,32 @@ async def test_a_model_that_cannot_be_exact_is_refused_at_load(
     with pytest.raises(ModelError, match=reason):
         async with exactly(saved(tmp_path, kind, "float32"), **settings):
             pass
+
+
+async def test_a_reply_says_which_numerics_it_has(tmp_path: Path) -> None:
+    path = saved(tmp_path, "llama", "float32")
+    async with target_service(path, numerics="exact", exact_rows=4) as running:
+        info = await running.client.model_info()
+        answer = await running.client.complete("abc", max_tokens=5)
+    assert (info.numerics, info.exact_rows, info.near_tie_gap) == ("exact", 4, 0.0)
+    assert (answer.started.numerics, answer.speculation.near_ties) == ("exact", 0)
+
+
+async def test_fast_numerics_count_near_ties(tmp_path: Path) -> None:
+    """With two equal halves of the head, every id has a twin: every delivered token is a near tie, and none otherwise."""
+    path = saved(tmp_path, "llama", "float32")
+    for twins in (False, True):
+        if twins:
+            weights: Any = mx.load(str(path / "model.safetensors"))
+            head = weights["lm_head.weight"]
+            weights["lm_head.weight"] = mx.concatenate([head[:128], head[:128], mx.zeros_like(head[256:])])
+            mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+        async with target_service(path) as running:
+            info = await running.client.model_info()
+            assert (info.numerics, info.exact_rows, info.near_tie_gap) == ("fast", 0, 1e-4)
+            for sampling in ({}, {"temperature": 0.7, "seed": 3}):
+                answer = await running.client.complete("abc", max_tokens=12, ignore_eos=True, **sampling)
+                # With noise, twins are drawn apart.
+                expected = 12 if twins and not sampling else 0
+                assert answer.speculation.near_ties == expected
+                assert ("12 near ties" in statistics(answer.finished)) == (expected == 12)
