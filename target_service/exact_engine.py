@@ -45,6 +45,8 @@ class _Flight:
     """The last layer's keys after it: once they are there, hardly any array of the pool is in use."""
     undo: list[Any] | None = None
     """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
+    numbers: frozenset[int] = frozenset()
+    """For a forward begun ahead: the slots as the event loop knows them."""
 
 
 class ExactEngine(Engine):
@@ -73,6 +75,11 @@ class ExactEngine(Engine):
     def pool_bytes(self) -> int:
         """Bytes that the pool's arrays take; 0 when nobody is in it."""
         return self._made_pool.nbytes if self._made_pool is not None else 0
+
+    @property
+    def begun(self) -> frozenset[int]:
+        """Slots of the next forward, where it was begun ahead: a tick of others too would throw it away."""
+        return self._ahead.numbers if self._ahead is not None else frozenset()
 
     def room(self, live: int) -> int:
         """Drafts that each of `live` windows may have for all to share one forward."""
@@ -206,22 +213,22 @@ class ExactEngine(Engine):
         if len(tiles) != 1 or tiles[0].extent > pool.capacity:
             return
         undo = pool.checkpoint()
-        numbers = {id(slot): number for number, slot in enumerate(flight.slots)}
-        order = [numbers[id(after[row.owner][0])] for row in tiles[0].rows]
+        parts_of = {id(slot): number for number, slot in enumerate(flight.slots)}
+        order = [parts_of[id(after[row.owner][0])] for row in tiles[0].rows]
         order += order[-1:] * (self._tile.rows - len(order))
         ids = flight.choice.first_ids()[mx.array(order), 0]
         places = self._places(after, tiles[0])
         logits = run_tile(self._model, pool, places, self._tile.rows, tiles[0].extent, ids=ids)
         parts = [Part(number, slot.choosing, window) for number, (slot, window) in enumerate(after)]
         choice = PendingBatch(_gathered([logits], tiles, after), parts)
-        self._ahead = _Flight([slot for slot, _ in after], choice, 0.0, pool.last_keys(), undo)
+        numbers = frozenset(window.slot for _, window in after)
+        self._ahead = _Flight([slot for slot, _ in after], choice, 0.0, pool.last_keys(), undo, numbers)
         del undo
-        if len(after) == 1:
-            # Alone, the next window is nearly always this one; in a crowd mlx gets it when the next tick has confirmed it.
-            if flight.last_keys is not None:
-                mx.eval(flight.last_keys)
-                flight.last_keys = None
-            self._dispatch(self._ahead)
+        # Whoever joins meanwhile waits for the forward after: see `begun`.
+        if flight.last_keys is not None:
+            mx.eval(flight.last_keys)
+            flight.last_keys = None
+        self._dispatch(self._ahead)
 
     def _take_ahead(self, work: Work) -> _Flight | None:
         """The forward that was begun ahead, if it holds these very windows; sequences that have left do not matter."""
