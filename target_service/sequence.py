@@ -234,6 +234,8 @@ class Sequence:
     def _why_none(self) -> str:
         if self.generation.drafting.mode is DraftingMode.OFF:
             return "off"
+        if self.room == 0:
+            return "no_room"
         if self._limit() == 0:
             assert self._rollback is not None
             return "cache" if self._rollback.room(self.ledger.cached_length) == 0 else "budget"

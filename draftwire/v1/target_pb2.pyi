@@ -1124,7 +1124,7 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def rounds_without_draft(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rounds without drafts, by reason: "off", "not_worth_it", "no_drafter", "late", "no_match", "first_round", "budget",
-        "cache", "lost".
+        "cache", "lost", "no_room" (with "exact" numerics: no row is left in the forward beside other requests).
         """
 
     @_builtins.property

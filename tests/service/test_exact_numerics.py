@@ -119,6 +119,7 @@ class Company:
         self.ticks = 0
         self.most = 0
         self.drafted = 0
+        self.reasons: set[str] = set()
         self._ticked = asyncio.Condition()
         self._sources: dict[str, DraftSource] = {}
         self._forward = target.engine.forward
@@ -168,6 +169,7 @@ class Company:
         assert result.visible == case.plain.visible, f"{drafter} with {wanted.drafting}"
         assert result.counts.near_ties == 0
         self.drafted += result.counts.drafted
+        self.reasons |= set(result.counts.without_draft)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,8 @@ async def test_drafts_and_company_change_no_bit(
             await company.run(dice.choices(cases, k=dice.choice([1, 2, 5, 12])))
             while target.scheduler.running or target.scheduler.queued:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0)
+        # With more than half as many sequences as rows, a forward has no room for drafts.
+        assert ("no_room" in company.reasons) == (settings.get("batching") != "off")
         await target.engine._compute.run(lambda: None)
         assert (target.engine.slots, target.engine.pool_bytes) == (0, 0)
 
