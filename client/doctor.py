@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client.console import describe, exit_code, stderr, stdout
+from client.exact_cost import exact_table
 from client.models import CacheDir
 from client.options import Connection
 from client.show import drafter_table, info_table
@@ -83,6 +84,7 @@ def _measure(model: str, blas: str, threads: int | None, cache_dir: Path | None,
         f"computes with: {found['device']}, {used['kind']}{count} ({used['reason']})", soft_wrap=True, markup=False
     )
     out.print(cost_table(found))
+    out.print(exact_table(found))
     if used["kind"] == "reference" and blas != "reference":
         return "mlx computes with the reference BLAS, about ten times slower: pip install 'draftwire[cpu]'"
     if not found["rolls_back"]:

@@ -138,6 +138,8 @@ def statistics(finished: Finished) -> str:
     else:
         reason = finished.no_draft_reason.value.replace("_", " ") if finished.no_draft_reason else "no reason given"
         parts.append(f"no drafts: {reason}")
+    if drafts.near_ties:
+        parts.append(f"{drafts.near_ties} near ties")
     if drafts.constraint_s is not None and usage.completion_tokens:
         parts.append(f"constraint {drafts.constraint_s / usage.completion_tokens * 1e6:.0f} us a token")
     incomplete = "" if finished.grammar_complete in (None, True) else " (the constraint is not satisfied)"

@@ -65,7 +65,7 @@ def info_table(found: ModelInfo) -> Table:
         ("tokenizer", f"{found.tokenizer_size} ids, {found.tokenizer_fingerprint[:12]}"),
         ("end tokens", ", ".join(map(str, found.end_token_ids))),
         ("weights", f"{found.dtype} on {found.device}"),
-        ("numerics", found.numerics),
+        ("numerics", _numerics(found)),
         ("batching", found.batching or "unknown"),
         ("drafts", found.no_drafting_reason or f"possible ({found.rollback})"),
         ("default sampling", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "greedy"),
@@ -76,6 +76,13 @@ def info_table(found: ModelInfo) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _numerics(found: ModelInfo) -> str:
+    if found.exact_rows:
+        return f"{found.numerics}: every decode forward has {found.exact_rows} rows"
+    ties = f": logits closer than {found.near_tie_gap:g} count as near ties" if found.near_tie_gap else ""
+    return f"{found.numerics}{ties}"
 
 
 def drafter_table(found: tuple[Drafter, ...]) -> Table:

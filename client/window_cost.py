@@ -12,19 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from client.exact_cost import tile_forwards, tiles_of
 from draftwire.blas import BlasError, default_threads, load_blas
 from draftwire.models import ModelError
 
 ROWS: Final = (1, 2, 4, 8, 16)
 _PROMPT_TOKENS: Final = 64
 _WARM_UP: Final = 2
+K = TypeVar("K")
 
 
-def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int) -> dict[int, float]:
-    """Median seconds of a forward by number of rows. Sizes alternate, so that a slow moment hits all of them."""
-    times: dict[int, list[float]] = {count: [] for count in rows}
+def measure(forward: Callable[[K], None], rows: Sequence[K], repeats: int) -> dict[K, float]:
+    """Median seconds of a forward by kind, as its number of rows. Kinds alternate, so that a slow moment hits all of them."""
+    times: dict[K, list[float]] = {count: [] for count in rows}
     for turn in range(_WARM_UP + repeats):
         for count in rows:
             begin_s = time.perf_counter()
@@ -49,12 +51,25 @@ def run(model: str, blas: str, threads: int | None, repeats: int, cache_dir: str
     mx.eval(module(mx.array([[1] * _PROMPT_TOKENS]), cache=cache))
     trims = can_trim_prompt_cache(cache)
 
-    def forward(count: int) -> None:
+    exact = tiles_of(module, loaded.head_width, loaded.context_length)
+    sizes = [int(rows) for rows, fault in exact.get("faults", {}).items() if not fault]
+    tile = tile_forwards(module, [1] * _PROMPT_TOKENS, sizes) if sizes else None
+
+    def forward(kind: tuple[str, int]) -> None:
+        name, count = kind
+        if tile is not None and name == "exact":
+            tile(count)
+            return
         mx.eval(module(mx.array([[1] * count]), cache=cache))
         if trims:
             trim_prompt_cache(cache, count)
 
-    seconds = measure(forward, ROWS, repeats)
+    kinds = [("fast", count) for count in ROWS] + [("exact", count) for count in sizes]
+    seconds = measure(forward, kinds, repeats)
+    milliseconds = {
+        name: {str(count): value * 1e3 for (kind, count), value in seconds.items() if kind == name}
+        for name in ("fast", "exact")
+    }
     return {
         "blas": asdict(info),
         "device": str(mx.default_device()),
@@ -63,7 +78,8 @@ def run(model: str, blas: str, threads: int | None, repeats: int, cache_dir: str
         "context_length": loaded.context_length,
         "weights_bytes": loaded.weights_bytes,
         "rolls_back": trims,
-        "rows_ms": {str(count): value * 1e3 for count, value in seconds.items()},
+        "rows_ms": milliseconds["fast"],
+        "exact": exact | {"ms": milliseconds["exact"]},
     }
 
 

@@ -184,6 +184,8 @@ class SpeculationStats:
     """None where there were drafts."""
     forwards_saved: int
     """Decode forwards that plain decoding would have needed beyond those made."""
+    near_ties: int = 0
+    """Tokens whose two best scores were closer than `ModelInfo.near_tie_gap`; 0 with exact numerics."""
     num_forced_draft_tokens: int = 0
     """Of num_draft_tokens, those whose text the constraint forced."""
     num_accepted_forced_draft_tokens: int = 0
@@ -297,6 +299,10 @@ class ModelInfo:
     """KV cache that running requests are charged with."""
     kv_bytes_limit: int = 0
     """0 from an older target."""
+    exact_rows: int = 0
+    """Rows of every decode forward with exact numerics; 0 with fast."""
+    near_tie_gap: float = 0.0
+    """Logits closer than this count as a near tie; 0 where none are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

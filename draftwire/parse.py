@@ -118,6 +118,8 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         batching=reply.batching,
         kv_bytes=reply.kv_bytes,
         kv_bytes_limit=reply.kv_bytes_limit,
+        exact_rows=reply.exact_rows,
+        near_tie_gap=round(reply.near_tie_gap, 6),
     )
 
 
@@ -299,6 +301,7 @@ def _speculation(message: pb.SpeculationStats) -> SpeculationStats:
         num_forced_draft_tokens=message.num_forced_draft_tokens,
         num_accepted_forced_draft_tokens=message.num_accepted_forced_draft_tokens,
         constraint_s=to_seconds(message.constraint_time) if message.HasField("constraint_time") else None,
+        near_ties=message.near_ties,
     )
 
 

@@ -31,10 +31,12 @@ class Rollback:
     """Why not; "" where they can."""
     most: int = 1 << 30
     """Rows that can be taken back at any time."""
+    widest: int = 1 << 30
+    """Rows that a window has at most, whatever can be taken back."""
 
     def room(self, length: int) -> int:
         """Drafts that a window may hold when `length` positions are cached: 0 says that this round has to be plain."""
-        return max(0, self.most - _OTHER_ROWS) if self.kind else 0
+        return max(0, min(self.most - _OTHER_ROWS, self.widest - 1)) if self.kind else 0
 
 
 def rollback_of(model: Any, quantisation: KvQuantisation | None = None) -> Rollback:

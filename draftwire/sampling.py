@@ -86,12 +86,18 @@ def draw(logits: mx.array, sampler: Sampler, steps: Sequence[int]) -> Draw | mx.
 
     if sampler.greedy:
         return mx.argmax(logits, axis=-1)
-    noise = gumbel([step_keys(sampler.seed, step) for step in steps], logits.shape[-1])
     if not sampler.filters:
-        return mx.argmax(logits.astype(mx.float32) / sampler.temperature + noise, axis=-1)
+        return mx.argmax(perturbed(logits, sampler, steps), axis=-1)
     logprobs = log_softmax(logits)
-    rest = logprobs / sampler.temperature + noise
-    return _search(rest, logprobs, sampler)
+    return _search(perturbed(logprobs, sampler, steps), logprobs, sampler)
+
+
+def perturbed(logits: mx.array, sampler: Sampler, steps: Sequence[int]) -> mx.array:
+    """(n, vocab) float32 scores whose best is drawn where nothing is left out: logits / temperature plus noise."""
+    import mlx.core as mx
+
+    noise = gumbel([step_keys(sampler.seed, step) for step in steps], logits.shape[-1])
+    return logits.astype(mx.float32) / sampler.temperature + noise
 
 
 def settle(pending: Draw, sampler: Sampler) -> list[int]:

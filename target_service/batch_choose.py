@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 
 from draftwire.errors import InternalError
-from target_service.choose import Chosen, PendingChoice, choose, read
+from target_service.choose import Chosen, PendingChoice, choose, close_scores, read
 from target_service.params import Choosing
 from target_service.window import Window
 
@@ -39,24 +39,26 @@ class Part:
 class PendingBatch:
     """The choices of a batch that mlx has not computed yet."""
 
-    def __init__(self, logits: mx.array, parts: Sequence[Part]) -> None:
-        """logits: (slots, width, vocab); a part's window takes the first rows of its slot."""
+    def __init__(self, logits: mx.array, parts: Sequence[Part], gap: float = 0.0) -> None:
+        """logits: (slots, width, vocab); a part's window takes the first rows of its slot. gap: as `choose` has it."""
         self._slots = logits.shape[0]
         self._parts = parts
         self._single: dict[int, PendingChoice] = {}
         self._best: mx.array | None = None
         self._scores: mx.array | None = None
+        self._close: mx.array | None = None
         if any(part.plain for part in parts):
             self._best = mx.argmax(logits, axis=-1)
             self._scores = mx.take_along_axis(logits, self._best[:, :, None], axis=-1)[:, :, 0].astype(mx.float32)
+            self._close = close_scores(logits, self._best, gap) if gap else None
         for number, part in enumerate(parts):
             if not part.plain:
                 own = logits[part.index, : part.window.rows]
-                self._single[number] = choose(own, part.choosing, part.window)
+                self._single[number] = choose(own, part.choosing, part.window, gap)
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate."""
-        every = [array for array in (self._best, self._scores) if array is not None]
+        every = [array for array in (self._best, self._scores, self._close) if array is not None]
         return every + [array for choice in self._single.values() for array in choice.arrays()]
 
     def first_ids(self) -> mx.array:
@@ -77,6 +79,7 @@ class PendingBatch:
         mx.eval(self.arrays())
         best = cast("list[list[int]]", self._best.tolist()) if self._best is not None else []
         scores = cast("list[list[float]]", self._scores.tolist()) if self._scores is not None else []
+        close = cast("list[list[int]]", self._close.tolist()) if self._close is not None else []
         read_back: list[Chosen | InternalError] = []
         for number, part in enumerate(self._parts):
             choice = self._single.get(number)
@@ -89,7 +92,8 @@ class PendingBatch:
                 continue
             rows = part.window.rows
             if all(math.isfinite(score) for score in scores[part.index][:rows]):
-                read_back.append(Chosen(tuple(best[part.index][:rows]), None, settled=True))
+                near = tuple(count > 1 for count in close[part.index][:rows]) if close else ()
+                read_back.append(Chosen(tuple(best[part.index][:rows]), None, settled=True, near=near))
             else:
                 read_back.append(InternalError("the model's logits are not finite", reason="LOGITS_NOT_FINITE"))
         return read_back

@@ -163,7 +163,7 @@ class BatchEngine(Engine):
             assert slot.row is not None
             pool.written(slot.row, window.rows)
         constrained = any(window.limits is not None for _, window in work)
-        choice = None if constrained else PendingBatch(logits, parts)
+        choice = None if constrained else PendingBatch(logits, parts, self.near_tie_gap)
         late = logits if constrained else None
         flight = _Flight([slot for slot, _ in work], late, choice, width, began_s, pool.last_keys())
         self._hand_over(flight)
@@ -171,8 +171,7 @@ class BatchEngine(Engine):
             self._choose_late(flight, work)
         return flight
 
-    @staticmethod
-    def _choose_late(flight: _Flight, work: Work) -> None:
+    def _choose_late(self, flight: _Flight, work: Work) -> None:
         """What constraints allow is looked up while the forward computes. Some of its sequences may have left by now."""
         assert flight.logits is not None
         parts = []
@@ -180,7 +179,7 @@ class BatchEngine(Engine):
             assert slot.row is not None
             parts.append(Part(slot.row.index, slot.choosing, window))
         flight.slots = [slot for slot, _ in work]
-        flight.choice = PendingBatch(flight.logits, parts)
+        flight.choice = PendingBatch(flight.logits, parts, self.near_tie_gap)
         mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
 
     def _seat(self, joining: Sequence[Slot], width: int) -> None:
@@ -215,7 +214,7 @@ class BatchEngine(Engine):
         self._ahead = _Flight(
             [slot for slot, _ in work],
             logits if constrained else None,
-            None if constrained else PendingBatch(logits, parts),
+            None if constrained else PendingBatch(logits, parts, self.near_tie_gap),
             1,
             0.0,
             pool.last_keys(),
@@ -336,4 +335,4 @@ class BatchEngine(Engine):
 def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:
     if isinstance(chosen, InternalError):
         return Choice((), None, forward_s, landed_s, chosen)
-    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s, dead_row=chosen.dead_row)
+    return Choice(chosen.ids, chosen.logprobs, forward_s, landed_s, near=chosen.near, dead_row=chosen.dead_row)

@@ -10,16 +10,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
 
 from draftwire.errors import InternalError
-from draftwire.sampling import Draw, draw, host_ids, log_softmax, settle
+from draftwire.sampling import Draw, draw, host_ids, log_softmax, perturbed, settle
 from target_service.ledger import TokenLogprobs
 from target_service.params import Choosing, Penalties
 from target_service.window import Window
+
+NEAR_TIE_GAPS = {"float32": 1e-4, "float16": 0.03}
+"""Logits of the same text in windows of another shape differ by less; by the number format of the weights."""
+NEAR_TIE_GAP_OTHERS = 0.25
+"""bfloat16 and few bits: two steps of a bfloat16 between 16 and 32."""
 
 _LARGEST = float(mx.finfo(mx.float32).max)
 
@@ -40,10 +45,20 @@ class _Report:
     """(rows, n)"""
     peaks: mx.array | None = None
     """(rows, 1) the largest processed logit, under a constraint: -inf where nothing is left."""
+    close: mx.array | None = None
+    """(rows,) scores that came close to the best, itself included."""
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate."""
-        every = (self.ids, self.scores, self.logprobs, self.top_ids, self.top_logprobs, self.peaks)
+        every = (
+            self.ids,
+            self.scores,
+            self.logprobs,
+            self.top_ids,
+            self.top_logprobs,
+            self.peaks,
+            self.close,
+        )
         return [array for array in every if array is not None]
 
 
@@ -57,6 +72,8 @@ class PendingChoice:
     report: _Report
     choosing: Choosing
     constrained: bool = False
+    gap: float = 0.0
+    """Scores closer than this are a near tie; 0 where nobody looks."""
 
     @property
     def ids(self) -> mx.array:
@@ -78,15 +95,40 @@ class Chosen:
     """Whether `PendingChoice.ids` were final when first computed."""
     dead_row: int | None = None
     """As in `Choice`."""
+    near: tuple[bool, ...] = ()
+    """(rows,) whether another score came close; empty where nobody looked."""
 
 
-def choose(logits: mx.array, choosing: Choosing, window: Window) -> PendingChoice:
-    """Builds the choice of every row. logits: (rows, vocab) of the window's forward."""
+def choose(logits: mx.array, choosing: Choosing, window: Window, gap: float = 0.0) -> PendingChoice:
+    """Builds the choice of every row. logits: (rows, vocab) of the window's forward.
+
+    gap: two logits closer than this are a near tie; 0 does not look for any.
+    """
     logits = process(logits.astype(mx.float32), choosing, window)
-    drawn = draw(logits, choosing.sampler, range(window.first_step, window.first_step + logits.shape[0]))
+    sampler, steps = choosing.sampler, range(window.first_step, window.first_step + logits.shape[0])
+    drawn: Draw | mx.array
+    if sampler.greedy or sampler.filters:
+        drawn = draw(logits, sampler, steps)
+        scores = drawn.rest if isinstance(drawn, Draw) else logits
+    else:
+        scores = perturbed(logits, sampler, steps)
+        drawn = mx.argmax(scores, axis=-1)
     ids = drawn.ids if isinstance(drawn, Draw) else drawn
+    # Noise is added to logits / temperature: a logit that moves by `gap` moves its score by this.
+    gap = gap if sampler.greedy else gap / sampler.temperature
+    close = close_scores(scores, ids, gap) if gap else None
     constrained = window.limits is not None
-    return PendingChoice(drawn, logits, _report(logits, drawn, ids, choosing, constrained), choosing, constrained)
+    report = replace(_report(logits, drawn, ids, choosing, constrained), close=close)
+    return PendingChoice(drawn, logits, report, choosing, constrained, gap)
+
+
+def close_scores(scores: mx.array, ids: mx.array, gap: float) -> mx.array:
+    """How many scores of each row are less than `gap` below the chosen one's, itself included: 2 or more are a near tie.
+
+    scores: (..., vocab), ids: (...). One pass over the scores, where finding the second best would sort them.
+    """
+    best = mx.take_along_axis(scores, ids[..., None], axis=-1)
+    return mx.sum(scores > best - gap, axis=-1)
 
 
 def read(choice: PendingChoice) -> Chosen:
@@ -100,6 +142,11 @@ def read(choice: PendingChoice) -> Chosen:
         settled = False
         ids = mx.array(settle(choice.drawn, choice.choosing.sampler), dtype=mx.uint32)
         report = _report(choice.processed, choice.drawn, ids, choice.choosing, choice.constrained)
+        if choice.gap:
+            rest = choice.drawn.rest
+            # What was above the id was left out by the later passes.
+            standing = mx.where(rest > mx.take_along_axis(rest, ids[:, None], axis=-1), -math.inf, rest)
+            report = replace(report, close=close_scores(standing, ids, choice.gap))
     # argmax answers id 0 for a row of -inf, and the id of a NaN: both must be loud. Filters turn a row that holds one NaN
     # into a row of NaN, whose argmax may be an id with a good logit: there the log-probabilities tell.
     scores = [score for (score,) in _floats(report.scores)]
@@ -109,7 +156,8 @@ def read(choice: PendingChoice) -> Chosen:
         math.isfinite(scores[row]) and math.isfinite(peaks[row]) for row in range(len(scores)) if row not in dead
     ):
         raise InternalError("the model's logits are not finite", reason="LOGITS_NOT_FINITE")
-    return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled, dead[0] if dead else None)
+    near = tuple(count > 1 for count in host_ids(report.close)) if report.close is not None else ()
+    return Chosen(tuple(host_ids(report.ids)), _logprobs(report), settled, dead[0] if dead else None, near)
 
 
 def _report(

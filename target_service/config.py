@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from draftwire.channels import is_loopback
 from draftwire.settings import Port, Seconds, ServiceSettings, refuses
+from draftwire.tiles import TILE_ROWS
 from target_service.resolver import parse_name
 
 Count = Annotated[int, Field(ge=1)]
@@ -46,6 +47,15 @@ class TargetSettings(ServiceSettings):
     )
     batching: Literal["auto", "off"] = Field(
         "auto", description="'auto' runs all requests in one forward where the model can; 'off' runs them one by one."
+    )
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="'exact' gives the same bits with and without drafts, alone and in company, in forwards of one shape; "
+        "'fast' takes any shape and counts near ties.",
+    )
+    exact_rows: int | None = Field(
+        None,
+        description="Rows of a forward with --numerics exact, 4 or 8; the larger that suits the model when absent.",
     )
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="Requests that may wait; more are refused.", json_schema_extra=refuses("QUEUE_FULL")
@@ -174,6 +184,13 @@ class TargetSettings(ServiceSettings):
     @classmethod
     def _bits(cls, value: int | None) -> int | None:
         if value not in (None, 4, 8):
+            raise ValueError(f"{value} is neither 4 nor 8")
+        return value
+
+    @field_validator("exact_rows")
+    @classmethod
+    def _rows(cls, value: int | None) -> int | None:
+        if value not in (None, *TILE_ROWS):
             raise ValueError(f"{value} is neither 4 nor 8")
         return value
 

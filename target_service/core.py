@@ -29,8 +29,6 @@ from target_service.tally import Tally
 
 _log = get_logger("rounds")
 _FIRST_DELAY_S = 0.003
-NUMERICS = "fast"
-"""Windows of any shape; "exact" (the same bits for any shape) is a later mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,8 @@ class TargetParts:
     """What computes, for people."""
     measured: Mapping[int, float] = field(default_factory=dict)
     """rows -> seconds of a forward, from warm-up."""
+    numerics: str = "fast"
+    """"fast" or "exact"."""
 
 
 class Target:

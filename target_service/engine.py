@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from draftwire.caches import KvQuantisation, SequenceCache, arrays_of, flat
+from draftwire.caches import NO_LIMIT, KvQuantisation, SequenceCache, arrays_of, flat
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
 from draftwire.ragged import PoolRow
 from draftwire.rollback import Rollback, rollback_of
+from draftwire.tiles import Tile
 from target_service.caches import MOST_REPLAYED, ReplayCache
-from target_service.choose import PendingChoice, choose, read
+from target_service.choose import NEAR_TIE_GAP_OTHERS, NEAR_TIE_GAPS, PendingChoice, choose, read
 from target_service.params import Choosing
 from target_service.window import Choice, Window
 
@@ -64,6 +65,12 @@ class Engine:
         self.rollback: Rollback = Rollback("", "not looked at yet")
         self.batching = "one by one"
         """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
+        self.near_tie_gap = NEAR_TIE_GAPS.get(loaded.dtype, NEAR_TIE_GAP_OTHERS)
+        """Two logits closer than this are a near tie; 0 does not look for any."""
+        self.tile: Tile | None = None
+        """The shape of every decode forward in exact mode; None where any shape will do."""
+        self.chunk: int | None = None
+        """Prompt tokens a forward in exact mode: only prompt rows up to a multiple of it can be reused for another prompt."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
 
@@ -81,6 +88,10 @@ class Engine:
     def begun(self) -> frozenset[int]:
         """Slots of the next forward, where it was begun ahead and holds many: a tick of others too would throw it away."""
         return frozenset()
+
+    def room(self, live: int) -> int:
+        """Drafts that each of `live` windows may have in one forward; no limit unless the number of its rows is fixed."""
+        return NO_LIMIT
 
     async def prepare(self, rows: Sequence[int]) -> dict[int, float]:
         """Looks at the caches, warms up, and measures a forward of each number of rows. Returns rows -> seconds."""
@@ -180,9 +191,8 @@ class Engine:
         slot.cache.written(ids.shape[1])
         return logits
 
-    @staticmethod
-    def _chosen(slot: Slot, logits: mx.array, window: Window) -> PendingChoice:
-        choice = choose(logits, slot.choosing, window)
+    def _chosen(self, slot: Slot, logits: mx.array, window: Window) -> PendingChoice:
+        choice = choose(logits, slot.choosing, window, self.near_tie_gap)
         mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
         return choice
 
@@ -208,8 +218,15 @@ class Engine:
             # The forward begun ahead used an id that more filter passes have changed.
             flight.slot.ahead = None
         now_s = time.perf_counter()
-        took_s = now_s - flight.began_s
-        return Choice(chosen.ids, chosen.logprobs, took_s, now_s, dead_row=chosen.dead_row, replayed=flight.replayed)
+        return Choice(
+            chosen.ids,
+            chosen.logprobs,
+            now_s - flight.began_s,
+            now_s,
+            dead_row=chosen.dead_row,
+            near=chosen.near,
+            replayed=flight.replayed,
+        )
 
     def _settle(self, slot: Slot, most_replayed: int | None) -> int:
         """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants.

@@ -19,6 +19,7 @@ from target_service.drafter_channel import credentials_of
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
+from target_service.exact_probe import make_exact_engine
 from target_service.grammars import GrammarLimits, Grammars, installed
 from target_service.limits import RequestLimits
 from target_service.requests import Defaults
@@ -58,7 +59,10 @@ async def load_target(
     assert loaded.path is not None
     tokenizer = Tokenizer(loaded.path)
     quantisation = KvQuantisation(settings.kv_bits, settings.kv_group_size) if settings.kv_bits else None
-    engine = await make_engine(compute, loaded, settings.batching, quantisation)
+    if settings.numerics == "exact":
+        engine: Engine = await make_exact_engine(compute, loaded, settings)
+    else:
+        engine = await make_engine(compute, loaded, settings.batching, quantisation)
     stack.push_async_callback(engine.unload)
     # From here on the module is the engine's alone, so that its last reference goes on the compute thread.
     loaded = replace(loaded, model=None)
@@ -73,6 +77,7 @@ async def load_target(
         context_length=loaded.context_length,
         note=loaded.context_note,
         batching=engine.batching,
+        numerics=settings.numerics if engine.tile is None else f"exact, {engine.tile.rows} rows a forward",
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
@@ -91,6 +96,7 @@ async def load_target(
         draft_timeout_s=settings.draft_timeout_s,
         device=f"{device} ({blas.kind}{threads})",
         measured=measured,
+        numerics=settings.numerics,
     )
     grammars = _grammars(settings, tokenizer, engine, parts.defaults.end_ids)
     if grammars is not None:

@@ -21,7 +21,7 @@ from draftwire.metrics import (
     histograms,
 )
 from draftwire.serving import Lifecycle, State
-from target_service.core import NUMERICS, Target
+from target_service.core import Target
 from target_service.drafter_link import LinkState
 from target_service.tally import Tally
 
@@ -102,7 +102,7 @@ def reading_of(target: Target, instance_id: str, prefix_cache: PrefixCounts | No
             "model": target.parts.defaults.model_id,
             "revision": loaded.revision or "",
             "dtype": loaded.dtype,
-            "numerics": NUMERICS,
+            "numerics": target.parts.numerics,
             "batching": target.engine.batching.partition(":")[0],
         },
         prefix_cache=prefix_cache,

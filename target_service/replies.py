@@ -118,6 +118,7 @@ def speculation(sequence: Sequence, rollback_kind: str) -> target_pb2.Speculatio
         forwards_saved=counts.forwards_saved,
         num_forced_draft_tokens=counts.forced,
         num_accepted_forced_draft_tokens=counts.forced_accepted,
+        near_ties=counts.near_ties,
     )
     if sequence.matcher is not None:
         stats.constraint_time.CopyFrom(to_duration(sequence.matcher.seconds))

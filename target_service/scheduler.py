@@ -121,6 +121,8 @@ class Scheduler:
             await self._admit()
             prefilled = await self._prefill_one()
             live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
+            for sequence in live:
+                sequence.room = self._engine.room(len(live))
             if live:
                 patient_since_s = patient_since_s or time.monotonic()
                 if await self._called_away(live, patient_since_s):

@@ -20,6 +20,7 @@ from target_service.stats import SpeculationCounts, Times
 from target_service.window import Choice, Window
 
 _OUTBOX_ROUNDS = 64
+NO_ROOM_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Sequence:
         self.slot: int | None = None
         self.prefilled = 0
         self.cancelled = False
+        self.room = NO_ROOM_LIMIT
+        """Drafts that fit beside the other sequences of a tick; the scheduler sets it."""
         self.source: DraftSource = NoDrafts()
         self.span: RequestSpan = NoSpan()
         """Its place in a trace."""
@@ -163,6 +166,7 @@ class Sequence:
         made = {"drafted": drafted, "accepted": committed.accepted, "cut": committed.cut, "emitted": emitted}
         self.counts.book(**made, reason=reason, forced=window.forced)
         self._recorder.round(**made, reason=reason)
+        self.counts.near_ties += sum(choice.near[:emitted])
         if self._forced and drafted:
             tried = min(len(self._forced), drafted)
             self._certainty.scored(tried, min(tried, committed.accepted))
@@ -268,7 +272,7 @@ class Sequence:
     def _limit(self) -> int:
         """Most drafts that budget and cache allow: the last token of the budget needs none."""
         assert self._rollback is not None
-        room = self._rollback.room(self.ledger.cached_length)
+        room = min(self.room, self._rollback.room(self.ledger.cached_length))
         return max(0, min(room, self.ledger.remaining - 1, self.generation.drafting.max_drafts))
 
     def _may_run_ahead(self) -> bool:
@@ -301,6 +305,8 @@ class Sequence:
     def _why_none(self) -> str:
         if self.generation.drafting.mode is DraftingMode.OFF:
             return "off"
+        if self.room == 0:
+            return "no_room"
         if self._limit() == 0:
             assert self._rollback is not None
             return "cache" if self._rollback.room(self.ledger.cached_length) == 0 else "budget"

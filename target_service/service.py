@@ -23,7 +23,7 @@ from draftwire.wire import invalid
 from target_service import activity, replies
 from target_service.checks import Checks
 from target_service.config import TargetSettings
-from target_service.core import NUMERICS, Target
+from target_service.core import Target
 from target_service.ledger import Released
 from target_service.limits import ClientLimits
 from target_service.params import Choosing, Generation
@@ -156,7 +156,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             end_token_ids=sorted(defaults.end_ids),
             dtype=parts.loaded.dtype,
             device=parts.device,
-            numerics=NUMERICS,
+            numerics=parts.numerics,
             default_sampling=_default_sampling(defaults.temperature),
             capabilities=abilities,
             max_top_logprobs=MAX_TOP_LOGPROBS,
@@ -170,6 +170,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             batching=target.engine.batching,
             kv_bytes=target.scheduler.kv_bytes,
             kv_bytes_limit=parts.limits.kv_bytes,
+            exact_rows=target.engine.tile.rows if target.engine.tile else 0,
+            near_tie_gap=target.engine.near_tie_gap,
         )
 
     async def ListDrafters(
@@ -239,7 +241,7 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             return replies.chunk(outcome)
         if isinstance(outcome, Admitted):
             loaded = target.parts.loaded
-            return replies.started(sequence, target.parts.defaults.model_id, loaded.revision, NUMERICS)
+            return replies.started(sequence, target.parts.defaults.model_id, loaded.revision, target.parts.numerics)
         if isinstance(outcome, DraftwireError):
             raise outcome
         return replies.finished(sequence, outcome.finish, target.engine.rollback.kind)

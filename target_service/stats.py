@@ -35,6 +35,8 @@ class SpeculationCounts:
     accepted_by_position: list[int] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
     """Index: accepted drafts of a speculative round."""
+    near_ties: int = 0
+    """Emitted tokens whose two best scores were closer than the engine's gap."""
     without_draft: Counter[str] = field(default_factory=Counter)
     """Rounds without drafts, by reason."""
 

@@ -55,5 +55,7 @@ class Choice:
     """Why this window has no choice, where its neighbours in the batch have one."""
     dead_row: int | None = None
     """The first row in which a constraint left nothing to choose; its id and those behind it mean nothing."""
+    near: tuple[bool, ...] = ()
+    """(rows,) whether the two best scores were closer than the engine's gap; empty where it does not look."""
     replayed: int = 0
     """Rows that were computed again before the window's own, after a rollback of recurrent state."""

@@ -1114,6 +1114,7 @@ class SpeculationStats(_message.Message):
     DRAFTER_ID_FIELD_NUMBER: _builtins.int
     NO_DRAFT_REASON_FIELD_NUMBER: _builtins.int
     FORWARDS_SAVED_FIELD_NUMBER: _builtins.int
+    NEAR_TIES_FIELD_NUMBER: _builtins.int
     NUM_FORCED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FORCED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_TIME_FIELD_NUMBER: _builtins.int
@@ -1141,6 +1142,10 @@ class SpeculationStats(_message.Message):
     """Why there was not a single draft."""
     forwards_saved: _builtins.int
     """Decode forwards that plain decoding would have needed beyond those made."""
+    near_ties: _builtins.int
+    """Delivered tokens whose two best scores (processed logits; with a temperature, perturbed ones times the temperature) were
+    closer than near_tie_gap of GetModelInfo: there another number of rows may decide otherwise. 0 with "exact" numerics.
+    """
     num_forced_draft_tokens: _builtins.int
     """Of num_draft_tokens, those that the target proposed itself because the constraint forces their text."""
     num_accepted_forced_draft_tokens: _builtins.int
@@ -1160,7 +1165,7 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def rounds_without_draft(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rounds without drafts, by reason: "off", "not_worth_it", "no_drafter", "late", "no_match", "first_round", "budget",
-        "cache", "lost".
+        "cache", "lost", "no_room" (with "exact" numerics: no row is left in the forward beside other requests).
         """
 
     @_builtins.property
@@ -1193,13 +1198,14 @@ class SpeculationStats(_message.Message):
         drafter_id: _builtins.str = ...,
         no_draft_reason: Global___NoDraftReason.ValueType = ...,
         forwards_saved: _builtins.int = ...,
+        near_ties: _builtins.int = ...,
         num_forced_draft_tokens: _builtins.int = ...,
         num_accepted_forced_draft_tokens: _builtins.int = ...,
         constraint_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["constraint_time", b"constraint_time", "draft_rpc_p50", b"draft_rpc_p50"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_by_position", b"accepted_by_position", "constraint_time", b"constraint_time", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_rpc_p50", b"draft_rpc_p50", "drafted_by_position", b"drafted_by_position", "drafter_id", b"drafter_id", "failovers", b"failovers", "forwards_saved", b"forwards_saved", "mean_acceptance_length", b"mean_acceptance_length", "no_draft_reason", b"no_draft_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_accepted_forced_draft_tokens", b"num_accepted_forced_draft_tokens", "num_cut_draft_tokens", b"num_cut_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_forced_draft_tokens", b"num_forced_draft_tokens", "num_spec_steps", b"num_spec_steps", "reseeds", b"reseeds", "rounds_without_draft", b"rounds_without_draft", "target_calls", b"target_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "accepted_by_position", b"accepted_by_position", "constraint_time", b"constraint_time", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_rpc_p50", b"draft_rpc_p50", "drafted_by_position", b"drafted_by_position", "drafter_id", b"drafter_id", "failovers", b"failovers", "forwards_saved", b"forwards_saved", "mean_acceptance_length", b"mean_acceptance_length", "near_ties", b"near_ties", "no_draft_reason", b"no_draft_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_accepted_forced_draft_tokens", b"num_accepted_forced_draft_tokens", "num_cut_draft_tokens", b"num_cut_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_forced_draft_tokens", b"num_forced_draft_tokens", "num_spec_steps", b"num_spec_steps", "reseeds", b"reseeds", "rounds_without_draft", b"rounds_without_draft", "target_calls", b"target_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1413,6 +1419,8 @@ class GetModelInfoResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHING_FIELD_NUMBER: _builtins.int
+    EXACT_ROWS_FIELD_NUMBER: _builtins.int
+    NEAR_TIE_GAP_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -1453,6 +1461,10 @@ class GetModelInfoResponse(_message.Message):
     """Requests that wait now."""
     batching: _builtins.str
     """How running requests share a forward: "ragged", or "one by one: <reason>"."""
+    exact_rows: _builtins.int
+    """Rows of every decode forward with "exact" numerics, drafted or not; 0 with "fast"."""
+    near_tie_gap: _builtins.float
+    """Difference of two logits below which a decision counts as a near tie; 0 where none are counted."""
     kv_bytes: _builtins.int
     """KV cache that running requests are charged with, in bytes."""
     kv_bytes_limit: _builtins.int
@@ -1494,12 +1506,14 @@ class GetModelInfoResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         batching: _builtins.str = ...,
+        exact_rows: _builtins.int = ...,
+        near_tie_gap: _builtins.float = ...,
         kv_bytes: _builtins.int = ...,
         kv_bytes_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "exact_rows", b"exact_rows", "instance_id", b"instance_id", "kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "near_tie_gap", b"near_tie_gap", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

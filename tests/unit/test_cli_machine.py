@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 from client import window_cost
 from client.app import build_app
 from client.doctor import cost_table, measured
+from client.exact_cost import exact_table
 from client.models import ensure
 from draftwire import models
 from draftwire.models import ModelPullError
@@ -25,6 +27,11 @@ FOUND = {
     "dtype": "float32",
     "rolls_back": True,
     "rows_ms": {"1": 50.0, "2": 60.0, "4": 200.0},
+    "exact": {
+        "reason": "",
+        "faults": {"8": "layers.0 (64 to 64) adds up in another order", "4": ""},
+        "ms": {"4": 75.0},
+    },
 }
 
 
@@ -105,6 +112,8 @@ def test_doctor_shows_costs_and_warns_of_the_slow_blas(tmp_path: Path, monkeypat
     result = run(tmp_path, "doctor", "--model", str(tmp_path), "--address", "127.0.0.1:1")
     assert result.exit_code == 4
     assert "1.20x" in result.stdout
+    assert re.search(r"8 .* no: layers.0 \(64 to 64\) adds up in another order", result.stdout)
+    assert re.search(r"4 .* yes .* 75.0 .* 1.50x .* 0.38x", result.stdout)
     assert "pip install 'draftwire[cpu]'" in result.stderr
     wanted = run(tmp_path, "doctor", "--model", str(tmp_path), "--address", "127.0.0.1:1", "--blas", "reference")
     assert wanted.exit_code == 0
@@ -124,6 +133,10 @@ def test_a_window_that_costs_more_than_its_rows_never_pays() -> None:
     """4 rows for the price of 4 cannot be won back by any acceptance."""
     pays = list(cost_table(FOUND).columns[3].cells)
     assert pays == ["", "0.2 accepted", "never"]
+
+
+def test_a_model_without_tiles_says_why() -> None:
+    assert "not with this model: it is too round" in str(exact_table({"exact": {"reason": "it is too round"}}))
 
 
 def test_sizes_are_measured_in_turn_and_the_warm_up_is_left_out() -> None:
@@ -150,4 +163,6 @@ def test_windows_of_the_default_model_are_measured() -> None:
     assert "error" not in found, found
     assert sorted(map(int, found["rows_ms"])) == [1, 2, 4, 8, 16]
     assert min(found["rows_ms"].values()) > 0
+    passed = {rows for rows, fault in found["exact"]["faults"].items() if not fault}
+    assert passed == set(found["exact"]["ms"]) <= {"4", "8"}
     assert found["rolls_back"]
