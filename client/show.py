@@ -67,6 +67,7 @@ def info_table(found: ModelInfo) -> Table:
         ("weights", f"{found.dtype} on {found.device}"),
         ("numerics", found.numerics),
         ("batching", found.batching or "unknown"),
+        ("prefix cache", _held(found.prompt_cache_bytes, found.prompt_cache_bytes_limit)),
         ("drafts", found.no_drafting_reason or f"possible ({found.rollback})"),
         ("default sampling", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "greedy"),
         ("default max_tokens", str(found.default_max_tokens)),
@@ -76,6 +77,10 @@ def info_table(found: ModelInfo) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _held(taken: int, limit: int) -> str:
+    return f"{taken >> 20} of {limit >> 20} MiB" if limit else "off"
 
 
 def drafter_table(found: tuple[Drafter, ...]) -> Table:

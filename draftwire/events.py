@@ -277,6 +277,10 @@ class ModelInfo:
     queued: int
     batching: str
     """"ragged", or "one by one: <reason>"; empty from an older target."""
+    prompt_cache_bytes: int = 0
+    """Memory that the target's prefix cache takes now."""
+    prompt_cache_bytes_limit: int = 0
+    """Most that it takes; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

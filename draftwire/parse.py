@@ -112,6 +112,8 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         running=reply.running,
         queued=reply.queued,
         batching=reply.batching,
+        prompt_cache_bytes=reply.prompt_cache_bytes,
+        prompt_cache_bytes_limit=reply.prompt_cache_bytes_limit,
     )
 
 

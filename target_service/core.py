@@ -17,6 +17,7 @@ from target_service.drafts import DraftSource, NoDrafts
 from target_service.engine import Engine
 from target_service.ledger import Ledger
 from target_service.params import DraftingMode, Generation
+from target_service.prefix.cache import PrefixCache
 from target_service.remote_drafts import RemoteDrafts, SessionTerms
 from target_service.requests import Defaults
 from target_service.rounds import run_rounds
@@ -47,12 +48,15 @@ class TargetParts:
 class Target:
     """A model that serves: the round loop runs as long as this context is open. Belongs to the event loop."""
 
-    def __init__(self, parts: TargetParts, engine: Engine, pool: DrafterPool) -> None:
+    def __init__(
+        self, parts: TargetParts, engine: Engine, pool: DrafterPool, prefixes: PrefixCache | None = None
+    ) -> None:
         self.parts = parts
         self.engine = engine
         self.pool = pool
+        self.prefixes = prefixes
         self.costs = Costs(parts.measured)
-        self.scheduler = Scheduler(engine, parts.limits, self._open_source)
+        self.scheduler = Scheduler(engine, parts.limits, self._open_source, prefixes)
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Target:

@@ -14,10 +14,11 @@ from draftwire.models import ModelError, default_cache_dir
 from draftwire.tokenizer import Tokenizer
 from target_service.batch_probe import make_engine
 from target_service.config import TargetSettings
-from target_service.core import Target, TargetParts
+from target_service.core import NUMERICS, Target, TargetParts
 from target_service.drafter_link import Identity
 from target_service.drafter_pool import DrafterPool
 from target_service.engine import Engine
+from target_service.prefix.setup import make_prefix_cache
 from target_service.requests import Defaults
 from target_service.scheduler import Limits
 
@@ -63,6 +64,9 @@ async def load_target(
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
+    prefixes = await make_prefix_cache(settings, engine, loaded, numerics=NUMERICS, blas=f"{device}/{blas.kind}")
+    if prefixes is not None:
+        stack.push_async_callback(prefixes.end)
     identity = Identity(instance_id=instance_id, fingerprint=tokenizer.fingerprint)
     pool = await stack.enter_async_context(DrafterPool(settings.drafter, identity))
     threads = f", {blas.threads} threads" if blas.threads else ""
@@ -75,7 +79,7 @@ async def load_target(
         device=f"{device} ({blas.kind}{threads})",
         measured=measured,
     )
-    return await stack.enter_async_context(Target(parts, engine, pool))
+    return await stack.enter_async_context(Target(parts, engine, pool, prefixes))
 
 
 async def _prepare(engine: Engine, settings: TargetSettings, loaded: LoadedModel) -> dict[int, float]:

@@ -93,4 +93,8 @@ class Generation:
     drafting: Drafting
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    cache_disabled: bool = False
+    """Whether prefix caches are neither read nor filled."""
+    owner: str = ""
+    """Who asks. Cached prefixes are shared within one owner and salt only."""
     priority: int = 0

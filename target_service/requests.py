@@ -43,8 +43,10 @@ class Defaults:
     num_draft_tokens: int
 
 
-def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, defaults: Defaults) -> Generation:
-    """The request in the terms of the core.
+def generation_of(
+    request: target_pb2.GenerateRequest, tokenizer: Tokenizer, defaults: Defaults, owner: str = ""
+) -> Generation:
+    """The request in the terms of the core. owner: who asks.
 
     Raises InvalidRequest with every bad field, NotFound for another model, Unsupported for an option that this server lacks.
     """
@@ -76,6 +78,8 @@ def generation_of(request: target_pb2.GenerateRequest, tokenizer: Tokenizer, def
         drafting=drafting,
         skip_special_tokens=skip,
         cache_salt=request.cache.cache_salt,
+        cache_disabled=request.cache.disabled,
+        owner=owner,
         priority=request.priority,
     )
 

@@ -13,6 +13,7 @@ from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
 from target_service.drafts import DraftSource
 from target_service.engine import Engine
+from target_service.prefix.cache import PrefixCache
 from target_service.sequence import Sequence
 
 
@@ -36,11 +37,18 @@ class Limits:
 class Scheduler:
     """Owns the queue and the running sequences. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine, limits: Limits, open_source: Callable[[Sequence], DraftSource]) -> None:
-        """open_source: makes the drafts of an admitted sequence."""
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        open_source: Callable[[Sequence], DraftSource],
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """open_source: makes the drafts of an admitted sequence. prefixes: where prompts may begin; None forgets all."""
         self._engine = engine
         self._limits = limits
         self.open_source = open_source
+        self._prefixes = prefixes
         self._queue: list[tuple[int, int, Sequence]] = []
         self._order = itertools.count()
         self._running: list[Sequence] = []
@@ -118,12 +126,14 @@ class Scheduler:
                 await self._wake.wait()
         return []
 
-    def retire(self, sequence: Sequence) -> None:
-        """Frees everything a sequence has."""
+    def retire(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Frees everything a sequence has. keep: whether its rows may serve later prompts."""
         if sequence in self._running:
             self._running.remove(sequence)
         sequence.source.close()
         if sequence.slot is not None:
+            if self._prefixes is not None:
+                self._prefixes.close(sequence.slot, sequence.cached_ids if keep else ())
             self._engine.close(sequence.slot)
             sequence.slot = None
 
@@ -133,7 +143,7 @@ class Scheduler:
         for sequence in sequences:
             if not sequence.cancelled:
                 sequence.fail(shown)
-            self.retire(sequence)
+            self.retire(sequence, keep=False)
 
     def fail_all(self, error: Exception) -> None:
         """Ends everything that runs or waits."""
@@ -173,22 +183,40 @@ class Scheduler:
             try:
                 first.slot = await self._engine.open(first.generation.choosing)
                 first.admit(first.slot, self._engine.rollback, self.open_source(first))
+                self._begin(first)
             except Exception as error:
                 self.fail([first], error)
+
+    def _begin(self, sequence: Sequence) -> None:
+        generation = sequence.generation
+        if self._prefixes is None or generation.cache_disabled:
+            sequence.begin(0)
+            return
+        assert sequence.slot is not None
+
+        def ready(cached: int) -> None:
+            sequence.begin(cached)
+            self.wake()
+
+        self._prefixes.open(sequence.slot, generation.prompt, ready, owner=generation.owner, salt=generation.cache_salt)
 
     async def _prefill_one(self) -> bool:
         """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""
         for sequence in self._running:
-            last = sequence.ledger.prompt_length - 1
-            if sequence.cancelled or sequence.slot is None or sequence.prefilled >= last:
+            last = sequence.last_prompt
+            if sequence.cancelled or sequence.slot is None or not sequence.begun or sequence.prefilled >= last:
                 continue
             end = min(last, sequence.prefilled + self._limits.prefill_step_size)
+            if self._prefixes is not None:
+                end = min(end, self._prefixes.next_stop(sequence.slot, sequence.prefilled) or end)
             try:
                 await self._engine.prefill(sequence.slot, sequence.ledger.ids[sequence.prefilled : end])
             except Exception as error:
                 self.fail([sequence], error)
                 return True
             sequence.prefilled = end
+            if self._prefixes is not None:
+                self._prefixes.prefilled(sequence.slot, end)
             if end == last:
                 sequence.times.prefilled = time.monotonic()
             return True

@@ -44,6 +44,10 @@ class Sequence:
         self.outbox: asyncio.Queue[Outcome] = asyncio.Queue()
         self.slot: int | None = None
         self.prefilled = 0
+        self.cached_tokens = 0
+        """Prompt tokens that came from the prefix cache."""
+        self.begun = False
+        """Whether what the prefix cache has is in place, so that the rest of the prompt can be read."""
         self.cancelled = False
         self.source: DraftSource = NoDrafts()
         self._controller = controller
@@ -59,7 +63,17 @@ class Sequence:
     @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.crowded
+        return self.begun and self.prefilled == self.last_prompt and self.slot is not None and not self.crowded
+
+    @property
+    def last_prompt(self) -> int:
+        """Where reading the prompt ends: its last token is pending."""
+        return self.ledger.prompt_length - 1
+
+    @property
+    def cached_ids(self) -> list[int]:
+        """The ids whose rows the target's cache holds between two rounds."""
+        return self.ledger.ids[: self.ledger.cached_length if self.prefilled == self.last_prompt else self.prefilled]
 
     @property
     def crowded(self) -> bool:
@@ -72,6 +86,13 @@ class Sequence:
         self.source = source
         self._rollback = rollback
         self.times.admitted = time.monotonic()
+
+    def begin(self, cached: int) -> None:
+        """Begins to read the prompt behind what the prefix cache had of it."""
+        self.begun = True
+        self.cached_tokens = self.prefilled = cached
+        if cached and cached == self.last_prompt:
+            self.times.prefilled = time.monotonic()
         self.outbox.put_nowait(Admitted())
 
     def patience_left_s(self, now_s: float) -> float:

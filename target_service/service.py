@@ -55,13 +55,14 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             # Before the prompt is tokenized as well as after it, when others may have come: a full server does no work.
             target.scheduler.check_room()
             parts = target.parts
-            generation = await self._encode(lambda: generation_of(request, parts.tokenizer, parts.defaults))
+            owner = owner_of(context)
+            generation = await self._encode(lambda: generation_of(request, parts.tokenizer, parts.defaults, owner))
             name = generation.request_id
             if name in self._live:
                 raise AlreadyExists(f"request_id {name!r} is in use; choose another or leave it empty")
             structlog.contextvars.bind_contextvars(request_id=name)
             sequence = target.submit(generation)
-            self._live[name] = (owner_of(context), sequence)
+            self._live[name] = (owner, sequence)
             try:
                 async for event in self._events(target, sequence):
                     yield event
@@ -130,6 +131,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             running=target.scheduler.running,
             queued=target.scheduler.queued,
             batching=target.engine.batching,
+            prompt_cache_bytes=target.prefixes.counts.memory_bytes if target.prefixes else 0,
+            prompt_cache_bytes_limit=target.prefixes.counts.memory_limit_bytes if target.prefixes else 0,
         )
 
     async def ListDrafters(

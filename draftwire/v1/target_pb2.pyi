@@ -1363,6 +1363,8 @@ class GetModelInfoResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHING_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Identity of this process, new at each start."""
     software_version: _builtins.str
@@ -1401,6 +1403,10 @@ class GetModelInfoResponse(_message.Message):
     """Requests that wait now."""
     batching: _builtins.str
     """How running requests share a forward: "ragged", or "one by one: <reason>"."""
+    prompt_cache_bytes: _builtins.int
+    """Bytes of memory that the prefix cache takes now; disk is apart."""
+    prompt_cache_bytes_limit: _builtins.int
+    """Most that it takes; 0 where there is no prefix cache."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end an output: the union of what the model's files say."""
@@ -1438,10 +1444,12 @@ class GetModelInfoResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         batching: _builtins.str = ...,
+        prompt_cache_bytes: _builtins.int = ...,
+        prompt_cache_bytes_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "instance_id", b"instance_id", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "prompt_cache_bytes", b"prompt_cache_bytes", "prompt_cache_bytes_limit", b"prompt_cache_bytes_limit", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
