@@ -22,7 +22,8 @@ from draftwire.rollback import Rollback, rollback_of
 from target_service.caches import MOST_REPLAYED, ReplayCache
 from target_service.choose import PendingChoice, choose, read
 from target_service.params import Choosing
-from target_service.prefix.layout import Layout, Prefix, Taken, give, layout_of, row_arrays, take_rows, take_state
+from target_service.prefix.layout import Layout, Prefix, Taken
+from target_service.prefix.transfer import give, layout_of, row_arrays, take_rows, take_state
 from target_service.window import Choice, Window
 
 

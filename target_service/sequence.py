@@ -72,8 +72,11 @@ class Sequence:
 
     @property
     def cached_ids(self) -> list[int]:
-        """The ids whose rows the target's cache holds between two rounds."""
-        return self.ledger.ids[: self.ledger.cached_length if self.prefilled == self.last_prompt else self.prefilled]
+        """The ids whose rows the target's cache holds between two rounds, and at the end."""
+        if self.prefilled < self.last_prompt:
+            return self.ledger.ids[: self.prefilled]
+        # Where an end token ends it, pending was fed and nothing came after it.
+        return self.ledger.ids[: self.ledger.cached_length + int(self.ledger.ended_by_token)]
 
     @property
     def crowded(self) -> bool:

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
@@ -70,6 +70,13 @@ class Disk:
 
     def __contains__(self, key: object) -> bool:
         return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._lock:
+            return iter(list(self._sizes))
 
     def write(self, item: Item) -> None:
         """Queues an item, unless it is there already or the disk is too far behind."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from target_service.prefix.keys import BLOCK, block_key, state_key
 from target_service.prefix.memory import Memory, State
 
+_MOST_ENDS = 16
+"""Blocks, from the last that agrees backwards, behind which ends of texts are looked for on disk: each takes 32 digests."""
 _MOST_SEARCHED = 256
 """Blocks behind the place where a text leaves the stored ones that are searched for a state that reaches back to it."""
 
@@ -38,14 +40,14 @@ class Found:
     state: bytes | None
     """Key of the state to start from, where the model has one."""
     state_path: tuple[bytes, ...] = ()
-    """Blocks between the last step and that state."""
+    """Blocks beside or behind the steps at whose end it stands."""
     agreed: int = 0
     """Positions that agree with stored ids; more than `length` where a state is missing there."""
 
 
 def find(
     memory: Memory,
-    on_disk: Container[bytes],
+    on_disk: Collection[bytes],
     root: bytes,
     ids: Sequence[int],
     *,
@@ -62,7 +64,7 @@ def find(
     agreed -= agreed % multiple
     if not stateful:
         return Found(length=agreed, steps=_until(steps, agreed), state=None, agreed=agreed)
-    length, state, path = _best_state(memory, on_disk, root, steps, agreed)
+    length, state, path = _best_state(memory, on_disk, root, steps, ids[:agreed])
     return Found(length=length, steps=_until(steps, length), state=state, state_path=path, agreed=agreed)
 
 
@@ -83,7 +85,7 @@ def missing(memory: Memory, root: bytes, ids: Sequence[int], *, stateful: bool) 
     return at
 
 
-def _walk(memory: Memory, on_disk: Container[bytes], root: bytes, ids: Sequence[int], limit: int) -> list[Step]:
+def _walk(memory: Memory, on_disk: Collection[bytes], root: bytes, ids: Sequence[int], limit: int) -> list[Step]:
     steps: list[Step] = []
     key, at = root, 0
     while at < limit and at + BLOCK <= len(ids):
@@ -100,7 +102,7 @@ def _walk(memory: Memory, on_disk: Container[bytes], root: bytes, ids: Sequence[
     return steps
 
 
-def _part(memory: Memory, on_disk: Container[bytes], parent: bytes, at: int, rest: tuple[int, ...]) -> Step | None:
+def _part(memory: Memory, on_disk: Collection[bytes], parent: bytes, at: int, rest: tuple[int, ...]) -> Step | None:
     """The block after `parent` that agrees longest with `rest`. On disk only whole ones can be told by their name."""
     best: Step | None = None
     for block in memory.after(parent):
@@ -133,30 +135,54 @@ def _until(steps: Sequence[Step], length: int) -> tuple[Step, ...]:
 
 
 def _best_state(
-    memory: Memory, on_disk: Container[bytes], root: bytes, steps: Sequence[Step], agreed: int
+    memory: Memory, on_disk: Collection[bytes], root: bytes, steps: Sequence[Step], ids: Sequence[int]
 ) -> tuple[int, bytes | None, tuple[bytes, ...]]:
-    """(length, key of the state, blocks beyond the steps that lead to it)."""
-    best: tuple[int, bytes | None, tuple[bytes, ...]] = (0, None, ())
-    for step in reversed(steps):
-        if step.whole and step.end <= agreed and step.end > best[0]:
-            # A whole block's own state stands at its end.
-            key = state_key(step.key)
-            if key in memory or key in on_disk:
-                best = (step.end, key, ())
-                break
-    if best[0] == agreed:
-        return best
-    whole = [step.key for step in steps if step.whole]
-    start = next((step.key for step in reversed(steps) if step.whole and step.end <= agreed), root)
-    for state, path in _states_behind(memory, start):
+    """(length, key of the state, blocks beyond the steps that lead to it). ids: those that agree."""
+    agreed = len(ids)
+    # Where blocks begin that may end in a state, the last first.
+    places = [(root, 0), *((step.key, step.end) for step in steps if step.count == BLOCK and step.end < agreed)]
+    places.reverse()
+    standing: tuple[int, bytes | None, tuple[bytes, ...]] = (0, None, ())
+    for depth, (key, at) in enumerate(places):
+        end = _ending(memory, on_disk, key, tuple(ids[at : at + BLOCK]), ends=depth < _MOST_ENDS)
+        if end is not None:
+            standing = (at + end[0], state_key(end[1]), (end[1],))
+            break
+    if standing[0] == agreed:
+        return standing
+    key, at = places[0]
+    for state, path in _states_behind(memory, key, tuple(ids[at:])):
         # One whose window still reaches back to where the texts part.
         if state.lowest <= agreed <= state.length:
-            return agreed, state.key, tuple(key for key in path if key not in whole)
+            return agreed, state.key, path
+    return standing
+
+
+def _ending(
+    memory: Memory, on_disk: Collection[bytes], parent: bytes, rest: tuple[int, ...], *, ends: bool
+) -> tuple[int, bytes] | None:
+    """(ids, key) of the longest block after `parent` that `rest` begins with and that has a state."""
+    best: tuple[int, bytes] | None = None
+    for block in memory.after(parent):
+        count = len(block.ids)
+        if (best is None or count > best[0]) and block.ids == rest[:count]:
+            state = state_key(block.key)
+            if state in memory or state in on_disk:
+                best = count, block.key
+    if not on_disk:
+        return best
+    for count in range(len(rest), best[0] if best else 0, -1):
+        if ends or count == BLOCK:
+            key = block_key(parent, rest[:count])
+            if state_key(key) in on_disk:
+                return count, key
     return best
 
 
-def _states_behind(memory: Memory, start: bytes) -> Iterator[tuple[State, tuple[bytes, ...]]]:
-    waiting: list[tuple[bytes, tuple[bytes, ...]]] = [(start, ())]
+def _states_behind(memory: Memory, start: bytes, rest: tuple[int, ...]) -> Iterator[tuple[State, tuple[bytes, ...]]]:
+    """States behind the block `start` whose texts go on with `rest`, which is shorter than a block."""
+    waiting: list[tuple[bytes, tuple[bytes, ...]]]
+    waiting = [(block.key, (block.key,)) for block in memory.after(start) if block.ids[: len(rest)] == rest]
     for _ in range(_MOST_SEARCHED):
         if not waiting:
             return
