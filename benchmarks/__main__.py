@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import lookup, overhead, prefix
+from benchmarks import concurrency, lookup, overhead, prefix
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
+    "concurrency": concurrency.run,
     "lookup": lookup.run,
     "overhead": overhead.run,
     "prefix": prefix.run,

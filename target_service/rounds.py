@@ -62,9 +62,10 @@ def _write(traces: list[dict[str, str | int | float | None]]) -> None:
 def windows_of(scheduler: Scheduler, ready: list[Sequence]) -> tuple[list[Sequence], list[Window]]:
     """The windows of the next forward, and whose they are."""
     live, windows = [], []
+    settled = scheduler.settled
     for sequence in ready:
         try:
-            windows.append(sequence.window())
+            windows.append(sequence.window(may_run_ahead=settled))
         except Exception as error:
             scheduler.fail([sequence], error)
         else:

@@ -6,8 +6,9 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
@@ -15,6 +16,9 @@ from target_service.drafts import DraftSource
 from target_service.engine import Engine
 from target_service.prefix.cache import PrefixCache
 from target_service.sequence import Sequence
+
+SHORT_PREFILL: Final = 128
+"""Rows of a prompt up to which reading the weights costs more than computing them, so that company is nearly free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
+        self._joining = False
 
     @property
     def running(self) -> int:
@@ -121,10 +126,15 @@ class Scheduler:
                 if await self._called_away(live, patient_since_s):
                     continue
                 if ready := [sequence for sequence in live if self._collected(sequence)]:
-                    return ready
+                    return self._begun(ready)
             elif not prefilled:
                 await self._wake.wait()
         return []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next tick will have the sequences of this one: nobody reads a prompt or waits to join."""
+        return not self._joining and all(sequence.decodable or sequence.crowded for sequence in self._running)
 
     def retire(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Frees everything a sequence has. keep: whether its rows may serve later prompts."""
@@ -149,6 +159,13 @@ class Scheduler:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
         self._queue.clear()
+
+    def _begun(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those whose forward was begun ahead, where it was: who has come meanwhile joins the tick after."""
+        begun = self._engine.begun
+        first = [sequence for sequence in ready if sequence.slot in begun]
+        self._joining = 0 < len(first) < len(ready)
+        return first or ready
 
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
@@ -201,26 +218,33 @@ class Scheduler:
         self._prefixes.open(sequence.slot, generation.prompt, ready, owner=generation.owner, salt=generation.cache_salt)
 
     async def _prefill_one(self) -> bool:
-        """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""
-        for sequence in self._running:
-            last = sequence.last_prompt
-            if sequence.cancelled or sequence.slot is None or not sequence.begun or sequence.prefilled >= last:
-                continue
-            end = min(last, sequence.prefilled + self._limits.prefill_step_size)
-            if self._prefixes is not None:
-                end = min(end, self._prefixes.next_stop(sequence.slot, sequence.prefilled) or end)
-            try:
-                await self._engine.prefill(sequence.slot, sequence.ledger.ids[sequence.prefilled : end])
-            except Exception as error:
-                self.fail([sequence], error)
-                return True
-            sequence.prefilled = end
-            if self._prefixes is not None:
-                self._prefixes.prefilled(sequence.slot, end)
-            if end == last:
-                sequence.times.prefilled = time.monotonic()
+        """A chunk for who has waited longest, or all short rests in one forward. Drafters read at the same time."""
+        rests = {sequence: self._rest(sequence) for sequence in self._running if sequence.readable}
+        if not rests:
+            return False
+        chunks = short_rests(rests, self._limits.prefill_step_size)
+        try:
+            if chunks:
+                await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
+            else:
+                first = next(iter(rests))
+                chunks = {first: min(rests[first], self._limits.prefill_step_size)}
+                await self._engine.prefill(slot_of(first), first.next_ids(chunks[first]))
+        except Exception as error:
+            self.fail(list(chunks), error)
             return True
-        return False
+        for sequence, rows in chunks.items():
+            sequence.prefilled += rows
+            if self._prefixes is not None:
+                self._prefixes.prefilled(slot_of(sequence), sequence.prefilled)
+            if not sequence.unread:
+                sequence.times.prefilled = time.monotonic()
+        return True
+
+    def _rest(self, sequence: Sequence) -> int:
+        """Rows of its prompt up to its end, or to where what was read has to be kept."""
+        stop = self._prefixes.next_stop(slot_of(sequence), sequence.prefilled) if self._prefixes is not None else None
+        return sequence.unread if stop is None else stop - sequence.prefilled
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
         """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
@@ -250,3 +274,24 @@ class Scheduler:
             return
         finally:
             self._patience = None
+
+
+def short_rests(rests: Mapping[Sequence, int], most_rows: int) -> dict[Sequence, int]:
+    """Who is read together with the first in one forward, first come first: sequence -> rows. Empty where its rest is long.
+
+    rests: sequence -> rows it has to read. Padded, they have at most `most_rows` rows.
+    """
+    chunks: dict[Sequence, int] = {}
+    for sequence, rest in rests.items():
+        widest = max([rest, *chunks.values()])
+        if widest <= SHORT_PREFILL and widest * (len(chunks) + 1) <= most_rows:
+            chunks[sequence] = rest
+        elif not chunks:
+            break
+    return chunks
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The place of a sequence that was admitted."""
+    assert sequence.slot is not None
+    return sequence.slot

@@ -46,7 +46,7 @@ class Sequence:
         self.prefilled = 0
         self.cached_tokens = 0
         """Prompt tokens that came from the prefix cache."""
-        self.begun = False
+        self.filled = False
         """Whether what the prefix cache has is in place, so that the rest of the prompt can be read."""
         self.cancelled = False
         self.source: DraftSource = NoDrafts()
@@ -61,9 +61,23 @@ class Sequence:
         self._landed_s: float | None = None
 
     @property
+    def unread(self) -> int:
+        """Ids of the prompt that are still to be prefilled; the last one never is."""
+        return self.last_prompt - self.prefilled
+
+    def next_ids(self, rows: int) -> list[int]:
+        """The next ids of the prompt to be prefilled."""
+        return self.ledger.ids[self.prefilled : self.prefilled + rows]
+
+    @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return self.begun and self.prefilled == self.last_prompt and self.slot is not None and not self.crowded
+        return self.filled and not self.unread and self.slot is not None and not self.crowded
+
+    @property
+    def readable(self) -> bool:
+        """Whether some of its prompt can be read now."""
+        return self.filled and self.unread > 0 and self.slot is not None and not self.cancelled
 
     @property
     def last_prompt(self) -> int:
@@ -92,7 +106,7 @@ class Sequence:
 
     def begin(self, cached: int) -> None:
         """Begins to read the prompt behind what the prefix cache had of it."""
-        self.begun = True
+        self.filled = True
         self.cached_tokens = self.prefilled = cached
         if cached and cached == self.last_prompt:
             self.times.prefilled = time.monotonic()
@@ -120,12 +134,12 @@ class Sequence:
         elif came is not None:
             self._controller.lost()
 
-    def window(self) -> Window:
-        """[pending, *drafts] for the next forward."""
+    def window(self, *, may_run_ahead: bool = True) -> Window:
+        """[pending, *drafts] for the next forward. may_run_ahead: whether the one after it may be begun ahead."""
         assert self.slot is not None
         drafts = () if self._ahead else self._drafts()
         choosing = self.generation.choosing
-        self._ahead = not drafts and self._may_run_ahead()
+        self._ahead = not drafts and may_run_ahead and self._may_run_ahead()
         history: tuple[int, ...] = ()
         if choosing.penalties.on:
             history = tuple(self.ledger.ids[-choosing.penalties.window :])
