@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import bookkeeping, concurrency, drafting, grammar, lookup, overhead
+from benchmarks import bookkeeping, concurrency, drafting, grammar, lookup, overhead, prefix
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[Console], Report]] = {
     "grammar": grammar.run,
     "lookup": lookup.run,
     "overhead": overhead.run,
+    "prefix": prefix.run,
 }
 
 

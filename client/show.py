@@ -67,6 +67,7 @@ def info_table(found: ModelInfo) -> Table:
         ("weights", f"{found.dtype} on {found.device}"),
         ("numerics", _numerics(found)),
         ("batching", found.batching or "unknown"),
+        ("prefix cache", _held(found.prompt_cache_bytes, found.prompt_cache_bytes_limit)),
         ("drafts", found.no_drafting_reason or f"possible ({found.rollback})"),
         ("default sampling", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "greedy"),
         ("default max_tokens", str(found.default_max_tokens)),
@@ -83,6 +84,10 @@ def _numerics(found: ModelInfo) -> str:
         return f"{found.numerics}: every decode forward has {found.exact_rows} rows"
     ties = f": logits closer than {found.near_tie_gap:g} count as near ties" if found.near_tie_gap else ""
     return f"{found.numerics}{ties}"
+
+
+def _held(taken: int, limit: int) -> str:
+    return f"{taken >> 20} of {limit >> 20} MiB" if limit else "off"
 
 
 def drafter_table(found: tuple[Drafter, ...]) -> Table:

@@ -303,6 +303,10 @@ class ModelInfo:
     """Rows of every decode forward with exact numerics; 0 with fast."""
     near_tie_gap: float = 0.0
     """Logits closer than this count as a near tie; 0 where none are counted."""
+    prompt_cache_bytes: int = 0
+    """Memory that the target's prefix cache takes now."""
+    prompt_cache_bytes_limit: int = 0
+    """Most that it takes; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,8 @@ def model_info(reply: pb.GetModelInfoResponse) -> ModelInfo:
         kv_bytes_limit=reply.kv_bytes_limit,
         exact_rows=reply.exact_rows,
         near_tie_gap=round(reply.near_tie_gap, 6),
+        prompt_cache_bytes=reply.prompt_cache_bytes,
+        prompt_cache_bytes_limit=reply.prompt_cache_bytes_limit,
     )
 
 

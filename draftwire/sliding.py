@@ -115,6 +115,28 @@ class SlidingKVCache:
         sinks = sum(int(array.nbytes) for array in self._sinks or ())
         return int(self.keys.nbytes) + int(self.values.nbytes) + sinks
 
+    def saved(self) -> tuple[list[Any], tuple[int, ...]]:
+        """What `load` needs: keys and values of the rows that are still wanted, and of the first ones where they slid out."""
+        base = self._wanted_base()
+        begin, end = base - self._base, self.offset - self._base
+        arrays = [self.keys[..., begin:end, :], self.values[..., begin:end, :]]
+        if base and self.keep:
+            arrays += self._sinks or (self.keys[..., : self.keep, :], self.values[..., : self.keep, :])
+        return arrays, (base, self.offset)
+
+    @property
+    def saved_lowest(self) -> int:
+        """The shortest length that what `saved` gives can be taken back to."""
+        base = self._wanted_base()
+        return base + self._span - 1 if base else 0
+
+    def load(self, arrays: list[Any], numbers: tuple[int, ...]) -> None:
+        """Makes an empty cache the one that `saved` these."""
+        self.keys, self.values = arrays[:2]
+        self._sinks = (arrays[2], arrays[3]) if len(arrays) > 2 else None
+        self._base, self.offset = numbers
+        self._first = self._first_column()
+
     @property
     def _span(self) -> int:
         """Rows of the window that slide."""
@@ -125,13 +147,17 @@ class SlidingKVCache:
         first = max(0, self.offset - self._span + 1)
         return 0 if first <= self.keep else first
 
+    def _wanted_base(self) -> int:
+        """The first position that a row may still see, also after `slack` rows were taken back."""
+        base = max(self._base, self.offset - self._span + 1 - self._slack)
+        return 0 if base <= self.keep else base
+
     def _make_room(self, keys: Any, values: Any) -> None:
         """Moves the rows that are still wanted into a larger buffer, or to the front of a new one, where these do not fit."""
         rows = keys.shape[2]
         if self.keys is not None and self.offset - self._base + rows <= self.keys.shape[2]:
             return
-        base = max(self._base, self.offset - self._span + 1 - self._slack)
-        base = 0 if base <= self.keep else base
+        base = self._wanted_base()
         if base and self.keep and self._sinks is None:
             self._sinks = mx.contiguous(self.keys[..., : self.keep, :]), mx.contiguous(self.values[..., : self.keep, :])
         needed = self.offset - base + rows

@@ -291,6 +291,18 @@ class BatchEngine(Engine):
         copy.length = slot.row.length
         return copy
 
+    def _standing_rows(self, slot: Slot, length: int, state: bool) -> list[Any] | None:
+        if slot.row is None:
+            # Lost in a failed forward, its own layers are empty.
+            return super()._standing_rows(slot, length, state) if slot.cache.cache.layers else None
+        if slot.row.length < length:
+            return None
+        # A forward begun ahead and not yet handed to mlx: its arrays would compute it, and copy the pool.
+        undo = self._ahead.undo if self._ahead is not None else None
+        arrays = [array for pair in undo or self._pool.checkpoint() for array in pair]
+        index = slot.row.index
+        return [array[index : index + 1] for array in arrays if array is not None]
+
     def _drop(self, slot: Slot) -> None:
         super()._drop(slot)
         if slot.row is None:

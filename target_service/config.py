@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from draftwire.channels import is_loopback
@@ -134,6 +134,16 @@ class TargetSettings(ServiceSettings):
         description="Bits of a stored key or value, 4 or 8, from the first token; as the model computes when absent.",
     )
     kv_group_size: int = Field(64, description="Keys or values that share a scale with --kv-bits: 32, 64 or 128.")
+    prompt_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        1 << 30,
+        description="Memory for prefixes of earlier prompts and answers, in bytes, beside --kv-bytes-limit; 0 is off.",
+    )
+    prompt_cache_dir: Path | None = Field(
+        None, description="Directory that keeps those prefixes over a restart; in memory only when absent."
+    )
+    prompt_cache_disk_bytes: Annotated[int, Field(ge=1)] = Field(
+        8 << 30, description="Most that --prompt-cache-dir takes, in bytes."
+    )
     prefill_step_size: Annotated[int, Field(ge=1)] = Field(256, description="Prompt tokens read between two rounds.")
     grammar_timeout_s: Seconds = Field(10.0, description="Longest that a constraint may take to compile, in seconds.")
     grammar_max_bytes: Annotated[int, Field(ge=1)] = Field(
@@ -199,6 +209,13 @@ class TargetSettings(ServiceSettings):
     def _group(cls, value: int) -> int:
         if value not in (32, 64, 128):
             raise ValueError(f"{value} is none of 32, 64 and 128")
+        return value
+
+    @field_validator("prompt_cache_dir")
+    @classmethod
+    def _has_memory(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("prompt_cache_bytes") == 0:
+            raise ValueError("needs --prompt-cache-bytes above 0: what is on disk passes through memory")
         return value
 
     @field_validator("drafter", mode="before")

@@ -19,6 +19,7 @@ from target_service.grammars import Grammars, missing
 from target_service.ledger import Ledger
 from target_service.matcher import Matcher
 from target_service.params import DraftingMode, Generation
+from target_service.prefix.cache import PrefixCache
 from target_service.remote_drafts import RemoteDrafts, SessionTerms
 from target_service.requests import Defaults
 from target_service.rounds import run_rounds
@@ -51,16 +52,25 @@ class TargetParts:
 class Target:
     """A model that serves: the round loop runs as long as this context is open. Belongs to the event loop."""
 
-    def __init__(self, parts: TargetParts, engine: Engine, pool: DrafterPool, grammars: Grammars | None = None) -> None:
-        """grammars: for requests with a constraint; None where the extra for them is missing."""
+    def __init__(
+        self,
+        parts: TargetParts,
+        engine: Engine,
+        pool: DrafterPool,
+        *,
+        grammars: Grammars | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """grammars: for requests with a constraint; None where the extra for them is missing. prefixes: None is off."""
         self.parts = parts
         self.grammars = grammars
         self.engine = engine
         self.pool = pool
+        self.prefixes = prefixes
         self.tally = Tally()
         pool.recorder = self.tally
         self.costs = Costs(parts.measured)
-        self.scheduler = Scheduler(engine, parts.limits, self._open_source)
+        self.scheduler = Scheduler(engine, parts.limits, self._open_source, prefixes)
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Target:

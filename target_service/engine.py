@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,6 +23,8 @@ from draftwire.tiles import Tile
 from target_service.caches import MOST_REPLAYED, ReplayCache
 from target_service.choose import NEAR_TIE_GAP_OTHERS, NEAR_TIE_GAPS, PendingChoice, choose, read
 from target_service.params import Choosing
+from target_service.prefix.layout import Layout, Prefix, Taken
+from target_service.prefix.transfer import give, layout_of, row_arrays, take_rows, take_state
 from target_service.window import Choice, Window
 
 
@@ -73,6 +77,8 @@ class Engine:
         """Prompt tokens a forward in exact mode: only prompt rows up to a multiple of it can be reused for another prompt."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
+        self.layout: Layout | None = None
+        """What a sequence's cache consists of; known once prepared."""
 
     @property
     def width(self) -> int:
@@ -116,6 +122,20 @@ class Engine:
         for slot, ids in chunks.items():
             await self.prefill(slot, ids)
 
+    async def restore(self, slot: int, prefix: Prefix) -> None:
+        """Fills an empty cache with stored positions. Raises ValueError, and changes nothing, where they do not fit."""
+        target = self._slots[slot]
+        await self._compute.run(lambda: self._restore(target, prefix))
+        target.keep = prefix.length
+
+    def take(self, slot: int, begin: int, length: int, *, block: int, state: bool) -> Future[Taken | None]:
+        """Copies positions [begin, length) to the host in blocks, and the state at `length`, which must be where it stands.
+
+        It is done in the order of the calls, before what is asked for later. None where the cache was lost.
+        """
+        target = self._slots[slot]
+        return self._compute.submit(lambda: self._take(target, begin, length, block, state))
+
     async def forward(self, windows: Sequence[Window]) -> list[Choice]:
         """Runs a tick: every window's rows, processed, chosen and read back."""
         for window in windows:
@@ -158,6 +178,35 @@ class Engine:
         self._feed(slot, ids)
         slot.cache.cache.evaluate()
         mx.clear_cache()
+
+    def _restore(self, slot: Slot, prefix: Prefix) -> None:
+        assert self.layout is not None
+        cache = slot.cache.cache
+        try:
+            give(flat(cache.layers), prefix, self.layout)
+            cache.evaluate()
+        except Exception:
+            slot.cache = self._empty(slot.choosing).cache
+            raise
+        cache.written(prefix.length)
+
+    def _take(self, slot: Slot, begin: int, length: int, block: int, state: bool) -> Taken | None:
+        arrays = self._standing_rows(slot, length, state)
+        if arrays is None:
+            return None
+        blocks = take_rows(arrays, begin, length, block)
+        del arrays
+        if not state:
+            return Taken(begin=begin, length=length, blocks=blocks)
+        states, lowest = take_state(flat(slot.cache.cache.layers), length)
+        return Taken(begin=begin, length=length, blocks=blocks, state=states, lowest=lowest)
+
+    def _standing_rows(self, slot: Slot, length: int, state: bool) -> list[Any] | None:
+        """The arrays that have a row a position, of which [0, length) stand."""
+        if state:
+            # Not `keep`: it may already count the next chunk of the prompt.
+            self._settle(slot, most_replayed=0, length=length)
+        return row_arrays(flat(slot.cache.cache.layers)) if slot.cache.cache.length >= length else None
 
     def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
         flights = [self._launch(slot, window) for slot, window in work]
@@ -228,14 +277,16 @@ class Engine:
             replayed=flight.replayed,
         )
 
-    def _settle(self, slot: Slot, most_replayed: int | None) -> int:
+    def _settle(self, slot: Slot, most_replayed: int | None, length: int | None = None) -> int:
         """Drops what does not stand: rejected drafts, and a forward begun ahead that nobody wants.
+
+        length: what stands, `slot.keep` where absent.
 
         Ids that have to be computed again wait for the next window, up to most_replayed of them (None: any number); more get
         a forward of their own. Returns how many did.
         """
         slot.ahead = None
-        slot.cache.truncate(slot.keep)
+        slot.cache.truncate(slot.keep if length is None else length)
         if most_replayed is None or len(slot.cache.replay) <= most_replayed:
             return 0
         ids = slot.cache.begin([], 0)
@@ -267,6 +318,7 @@ class Engine:
         slot = self._empty(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32
+        self.layout = layout_of(flat(slot.cache.cache.layers))
         if self._quantisation is not None:
             stored = (array for leaf in flat(slot.cache.cache.layers) for array in arrays_of(leaf))
             self.kv_bytes_per_token = sum(array.nbytes // array.shape[2] for array in stored)

@@ -20,7 +20,7 @@ from draftwire.caches import SequenceCache
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
-from draftwire.ragged import PoolRow, prefill_caches
+from draftwire.ragged import PoolRow, flat, prefill_caches
 from draftwire.rollback import Rollback
 from draftwire.rows import Place, RowPool, run_tile
 from draftwire.tiles import PackedTile, Tile, TileRow, extent_class
@@ -28,6 +28,7 @@ from target_service.batch_choose import Part, PendingBatch
 from target_service.choose import Chosen
 from target_service.engine import Engine, Slot
 from target_service.params import Choosing
+from target_service.prefix.transfer import layout_of
 from target_service.window import Choice, Window
 
 Work = Sequence[tuple[Slot, Window]]
@@ -280,6 +281,18 @@ class ExactEngine(Engine):
         copy.length = slot.row.length
         return copy
 
+    def _standing_rows(self, slot: Slot, length: int, state: bool) -> list[Any] | None:
+        if slot.row is None:
+            # Lost in a failed forward, its own layers are empty.
+            return super()._standing_rows(slot, length, state) if slot.cache.cache.layers else None
+        if slot.row.length < length:
+            return None
+        # A forward begun ahead and not yet handed to mlx: its arrays would compute it, and copy the pool.
+        undo = self._ahead.undo if self._ahead is not None else None
+        arrays = [array for pair in undo or self._pool.checkpoint() for array in pair]
+        index = slot.row.index
+        return [array[index : index + 1] for array in arrays if array is not None]
+
     def _drop(self, slot: Slot) -> None:
         super()._drop(slot)
         self._tails.pop(id(slot), None)
@@ -314,6 +327,7 @@ class ExactEngine(Engine):
         slot = self._empty(Choosing())
         self._prefill(slot, [0] * _MEASURED)
         slot.keep = _MEASURED
+        self.layout = layout_of(flat(slot.cache.cache.layers))
         seconds = math.inf
         for count in (1, self._tile.rows, 1, self._tile.rows, 1):
             window = Window(slot=0, pending=0, drafts=(0,) * (count - 1), first_step=0)

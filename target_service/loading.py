@@ -22,6 +22,7 @@ from target_service.engine import Engine
 from target_service.exact_probe import make_exact_engine
 from target_service.grammars import GrammarLimits, Grammars, installed
 from target_service.limits import RequestLimits
+from target_service.prefix.setup import make_prefix_cache
 from target_service.requests import Defaults
 from target_service.resolver import Resolver
 from target_service.scheduler import Limits
@@ -81,6 +82,11 @@ async def load_target(
         rollback=engine.rollback.kind or engine.rollback.reason,
         forward_ms={rows: round(seconds * 1e3, 1) for rows, seconds in measured.items()},
     )
+    prefixes = await make_prefix_cache(
+        settings, engine, loaded, numerics=settings.numerics, blas=f"{device}/{blas.kind}"
+    )
+    if prefixes is not None:
+        stack.push_async_callback(prefixes.end)
     identity = Identity(
         instance_id=instance_id, fingerprint=tokenizer.fingerprint, credentials=credentials_of(settings)
     )
@@ -101,7 +107,7 @@ async def load_target(
     grammars = _grammars(settings, tokenizer, engine, parts.defaults.end_ids)
     if grammars is not None:
         stack.push_async_callback(grammars.close)
-    return await stack.enter_async_context(Target(parts, engine, pool, grammars))
+    return await stack.enter_async_context(Target(parts, engine, pool, grammars=grammars, prefixes=prefixes))
 
 
 def _grammars(

@@ -112,4 +112,4 @@ class Generation:
     """Neither reads nor fills prefix caches, the drafter's included."""
     priority: int = 0
     owner: str = ""
-    """The client that it belongs to."""
+    """The client that it belongs to. Cached prefixes are shared within one owner and salt only."""

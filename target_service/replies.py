@@ -37,6 +37,7 @@ def started(sequence: Sequence, model_id: str, revision: str | None, numerics: s
             model_id=model_id,
             model_revision=revision or "",
             prompt_tokens=len(generation.prompt),
+            cached_tokens=sequence.cached_tokens,
             max_tokens=generation.stopping.max_tokens,
             sampling=sampling(generation.choosing),
             numerics=numerics,
@@ -82,7 +83,9 @@ def finished(sequence: Sequence, finish: Finish, rollback_kind: str) -> target_p
     event = target_pb2.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
         usage=target_pb2.Usage(
-            prompt_tokens=ledger.prompt_length, completion_tokens=ledger.completion_tokens, cached_tokens=0
+            prompt_tokens=ledger.prompt_length,
+            completion_tokens=ledger.completion_tokens,
+            cached_tokens=sequence.cached_tokens,
         ),
         timings=_timings(sequence),
         speculation=speculation(sequence, rollback_kind),
@@ -98,7 +101,7 @@ def finished(sequence: Sequence, finish: Finish, rollback_kind: str) -> target_p
 def speculation(sequence: Sequence, rollback_kind: str) -> target_pb2.SpeculationStats:
     """What drafts did."""
     counts, report = sequence.counts, sequence.source.report()
-    prefill_calls = int(sequence.ledger.prompt_length > 1)
+    prefill_calls = int(sequence.last_prompt > sequence.cached_tokens)
     stats = target_pb2.SpeculationStats(
         num_spec_steps=counts.spec_rounds,
         num_draft_tokens=counts.drafted,
@@ -170,7 +173,7 @@ def drafters(links: Items[DrafterLink]) -> target_pb2.ListDraftersResponse:
 
 def _timings(sequence: Sequence) -> target_pb2.GenerateTimings:
     times, ledger = sequence.times, sequence.ledger
-    read = ledger.prompt_length - 1
+    read = sequence.last_prompt - sequence.cached_tokens
     return target_pb2.GenerateTimings(
         queued=to_duration(times.queued_s),
         time_to_first_token=to_duration(times.time_to_first_token_s),

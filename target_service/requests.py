@@ -47,7 +47,7 @@ class Defaults:
 def generation_of(
     request: target_pb2.GenerateRequest, tokenizer: Tokenizer, defaults: Defaults, owner: str = ""
 ) -> Generation:
-    """The request in the terms of the core.
+    """The request in the terms of the core. owner: who asks.
 
     Raises InvalidRequest with every bad field, NotFound for another model, Unsupported for an option that this server lacks.
     """

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,7 @@ from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
 from target_service.drafts import DraftSource
 from target_service.engine import Engine
+from target_service.prefix.cache import PrefixCache
 from target_service.sequence import Sequence
 
 SHORT_PREFILL: Final = 128
@@ -43,11 +44,18 @@ class Limits:
 class Scheduler:
     """Owns the queue and the running sequences. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine, limits: Limits, open_source: Callable[[Sequence], DraftSource]) -> None:
-        """open_source: makes the drafts of an admitted sequence."""
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        open_source: Callable[[Sequence], DraftSource],
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """open_source: makes the drafts of an admitted sequence. prefixes: where prompts may begin; None forgets all."""
         self._engine = engine
         self._limits = limits
         self.open_source = open_source
+        self._prefixes = prefixes
         self._queue: list[tuple[int, int, Sequence]] = []
         self._order = itertools.count()
         self._running: list[Sequence] = []
@@ -138,12 +146,14 @@ class Scheduler:
         """Whether the next tick will have the sequences of this one: nobody reads a prompt or waits to join."""
         return not self._joining and all(sequence.decodable or sequence.crowded for sequence in self._running)
 
-    def retire(self, sequence: Sequence) -> None:
-        """Frees everything a sequence has."""
+    def retire(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Frees everything a sequence has. keep: whether its rows may serve later prompts."""
         if sequence in self._running:
             self._running.remove(sequence)
         sequence.source.close()
         if sequence.slot is not None:
+            if self._prefixes is not None:
+                self._prefixes.close(sequence.slot, sequence.cached_ids if keep else ())
             self._engine.close(sequence.slot)
             sequence.slot = None
 
@@ -153,7 +163,7 @@ class Scheduler:
         for sequence in sequences:
             if not sequence.cancelled:
                 sequence.fail(shown)
-            self.retire(sequence)
+            self.retire(sequence, keep=False)
 
     def fail_all(self, error: Exception) -> None:
         """Ends everything that runs or waits."""
@@ -199,6 +209,7 @@ class Scheduler:
             try:
                 first.slot = await self._engine.open(first.generation.choosing)
                 first.admit(first.slot, self._engine.rollback, self.open_source(first))
+                self._begin(first)
             except Exception as error:
                 self.fail([first], error)
 
@@ -227,27 +238,47 @@ class Scheduler:
             heapq.heapify(self._queue)
         return entry[2]
 
+    def _begin(self, sequence: Sequence) -> None:
+        generation = sequence.generation
+        if self._prefixes is None or generation.cache_disabled:
+            sequence.begin(0)
+            return
+        assert sequence.slot is not None
+
+        def ready(cached: int) -> None:
+            sequence.begin(cached)
+            self.wake()
+
+        self._prefixes.open(sequence.slot, generation.prompt, ready, owner=generation.owner, salt=generation.cache_salt)
+
     async def _prefill_one(self) -> bool:
         """A chunk for who has waited longest, or all short rests in one forward. Drafters read at the same time."""
-        unread = [sequence for sequence in self._running if not sequence.cancelled and sequence.unread]
-        if not unread:
+        rests = {sequence: self._rest(sequence) for sequence in self._running if sequence.readable}
+        if not rests:
             return False
-        chunks = short_rests(unread, self._limits.prefill_step_size)
+        chunks = short_rests(rests, self._limits.prefill_step_size)
         try:
             if chunks:
                 await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
             else:
-                first = unread[0]
-                chunks = {first: min(first.unread, self._limits.prefill_step_size)}
+                first = next(iter(rests))
+                chunks = {first: min(rests[first], self._limits.prefill_step_size)}
                 await self._engine.prefill(slot_of(first), first.next_ids(chunks[first]))
         except Exception as error:
             self.fail(list(chunks), error)
             return True
         for sequence, rows in chunks.items():
             sequence.prefilled += rows
+            if self._prefixes is not None:
+                self._prefixes.prefilled(slot_of(sequence), sequence.prefilled)
             if not sequence.unread:
                 sequence.times.prefilled = time.monotonic()
         return True
+
+    def _rest(self, sequence: Sequence) -> int:
+        """Rows of its prompt up to its end, or to where what was read has to be kept."""
+        stop = self._prefixes.next_stop(slot_of(sequence), sequence.prefilled) if self._prefixes is not None else None
+        return sequence.unread if stop is None else stop - sequence.prefilled
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
         """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
@@ -279,16 +310,16 @@ class Scheduler:
             self._patience = None
 
 
-def short_rests(unread: list[Sequence], most_rows: int) -> dict[Sequence, int]:
+def short_rests(rests: Mapping[Sequence, int], most_rows: int) -> dict[Sequence, int]:
     """Who is read together with the first in one forward, first come first: sequence -> rows. Empty where its rest is long.
 
-    Padded, they have at most `most_rows` rows.
+    rests: sequence -> rows it has to read. Padded, they have at most `most_rows` rows.
     """
     chunks: dict[Sequence, int] = {}
-    for sequence in unread:
-        widest = max([sequence.unread, *chunks.values()])
+    for sequence, rest in rests.items():
+        widest = max([rest, *chunks.values()])
         if widest <= SHORT_PREFILL and widest * (len(chunks) + 1) <= most_rows:
-            chunks[sequence] = sequence.unread
+            chunks[sequence] = rest
         elif not chunks:
             break
     return chunks

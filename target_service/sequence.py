@@ -60,6 +60,10 @@ class Sequence:
         self.outbox: asyncio.Queue[Outcome] = asyncio.Queue()
         self.slot: int | None = None
         self.prefilled = 0
+        self.cached_tokens = 0
+        """Prompt tokens that came from the prefix cache."""
+        self.filled = False
+        """Whether what the prefix cache has is in place, so that the rest of the prompt can be read."""
         self.cancelled = False
         self.room = NO_ROOM_LIMIT
         """Drafts that fit beside the other sequences of a tick; the scheduler sets it."""
@@ -82,7 +86,7 @@ class Sequence:
     @property
     def unread(self) -> int:
         """Ids of the prompt that are still to be prefilled; the last one never is."""
-        return self.ledger.prompt_length - 1 - self.prefilled
+        return self.last_prompt - self.prefilled
 
     def next_ids(self, rows: int) -> list[int]:
         """The next ids of the prompt to be prefilled."""
@@ -91,7 +95,25 @@ class Sequence:
     @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return not self.unread and self.slot is not None and not self.crowded
+        return self.filled and not self.unread and self.slot is not None and not self.crowded
+
+    @property
+    def readable(self) -> bool:
+        """Whether some of its prompt can be read now."""
+        return self.filled and self.unread > 0 and self.slot is not None and not self.cancelled
+
+    @property
+    def last_prompt(self) -> int:
+        """Where reading the prompt ends: its last token is pending."""
+        return self.ledger.prompt_length - 1
+
+    @property
+    def cached_ids(self) -> list[int]:
+        """The ids whose rows the target's cache holds between two rounds, and at the end."""
+        if self.prefilled < self.last_prompt:
+            return self.ledger.ids[: self.prefilled]
+        # Where an end token ends it, pending was fed and nothing came after it.
+        return self.ledger.ids[: self.ledger.cached_length + int(self.ledger.ended_by_token)]
 
     @property
     def crowded(self) -> bool:
@@ -104,9 +126,14 @@ class Sequence:
         self.source = source
         self._rollback = rollback
         self.times.admitted = time.monotonic()
-        if self.ledger.prompt_length == 1:
-            self.times.prefilled = self.times.admitted
         self._recorder.admitted(self.times.queued_s)
+
+    def begin(self, cached: int) -> None:
+        """Begins to read the prompt behind what the prefix cache had of it."""
+        self.filled = True
+        self.cached_tokens = self.prefilled = cached
+        if not self.unread:
+            self.times.prefilled = time.monotonic()
         self._foresee()
         self.outbox.put_nowait(Admitted())
 

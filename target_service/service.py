@@ -172,6 +172,8 @@ class TargetService(target_pb2_grpc.TargetServiceServicer):
             kv_bytes_limit=parts.limits.kv_bytes,
             exact_rows=target.engine.tile.rows if target.engine.tile else 0,
             near_tie_gap=target.engine.near_tie_gap,
+            prompt_cache_bytes=target.prefixes.counts.memory_bytes if target.prefixes else 0,
+            prompt_cache_bytes_limit=target.prefixes.counts.memory_limit_bytes if target.prefixes else 0,
         )
 
     async def ListDrafters(

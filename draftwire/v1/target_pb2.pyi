@@ -1421,6 +1421,8 @@ class GetModelInfoResponse(_message.Message):
     BATCHING_FIELD_NUMBER: _builtins.int
     EXACT_ROWS_FIELD_NUMBER: _builtins.int
     NEAR_TIE_GAP_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -1465,6 +1467,10 @@ class GetModelInfoResponse(_message.Message):
     """Rows of every decode forward with "exact" numerics, drafted or not; 0 with "fast"."""
     near_tie_gap: _builtins.float
     """Difference of two logits below which a decision counts as a near tie; 0 where none are counted."""
+    prompt_cache_bytes: _builtins.int
+    """Bytes of memory that the prefix cache takes now; disk is apart."""
+    prompt_cache_bytes_limit: _builtins.int
+    """Most that it takes; 0 where there is no prefix cache."""
     kv_bytes: _builtins.int
     """KV cache that running requests are charged with, in bytes."""
     kv_bytes_limit: _builtins.int
@@ -1508,12 +1514,14 @@ class GetModelInfoResponse(_message.Message):
         batching: _builtins.str = ...,
         exact_rows: _builtins.int = ...,
         near_tie_gap: _builtins.float = ...,
+        prompt_cache_bytes: _builtins.int = ...,
+        prompt_cache_bytes_limit: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
         kv_bytes_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "exact_rows", b"exact_rows", "instance_id", b"instance_id", "kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "near_tie_gap", b"near_tie_gap", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "capabilities", b"capabilities", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "exact_rows", b"exact_rows", "instance_id", b"instance_id", "kv_bytes", b"kv_bytes", "kv_bytes_limit", b"kv_bytes_limit", "max_queued", b"max_queued", "max_running", b"max_running", "max_top_logprobs", b"max_top_logprobs", "model_id", b"model_id", "model_revision", b"model_revision", "near_tie_gap", b"near_tie_gap", "no_drafting_reason", b"no_drafting_reason", "numerics", b"numerics", "prompt_cache_bytes", b"prompt_cache_bytes", "prompt_cache_bytes_limit", b"prompt_cache_bytes_limit", "queued", b"queued", "rollback", b"rollback", "running", b"running", "software_version", b"software_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -73,15 +72,8 @@ def _rows(cache: SequenceCache) -> list[np.ndarray[Any, Any]]:
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class Unread:
-    """A sequence, as far as the choice of company goes."""
-
-    unread: int
-
-
 def rests(*unread: int, most_rows: int) -> list[int]:
-    return list(short_rests([Unread(rows) for rows in unread], most_rows).values())  # type: ignore[arg-type]
+    return list(short_rests(dict(enumerate(unread)), most_rows).values())  # type: ignore[arg-type]
 
 
 def test_only_short_rests_share_a_forward_and_only_as_many_rows_as_a_chunk_may_have() -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +318,14 @@ async def _now(value: Any) -> Any:
 
 
 def visible(completion: Completion) -> tuple[Any, ...]:
-    """Everything that drafts must not change."""
+    """Everything that drafts must not change, and what was cached neither."""
     finished = completion.finished
     return (
         completion.token_ids,
         completion.text,
         finished.finish_reason,
         finished.matched,
-        finished.usage,
+        replace(finished.usage, cached_tokens=0),
         tuple((token.logprob, token.top_logprobs) for token in completion.tokens),
     )
 
