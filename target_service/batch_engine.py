@@ -1,6 +1,6 @@
 """The engine that runs all live sequences in one forward, over a ragged pool. Everything but the forward is `Engine`'s.
 
-A forward is a rectangle: every slot takes part, with its pending token alone when it has no drafts, padded to the widest.
+A forward is a rectangle over the windows that it is given, padded to the widest; other sequences' rows stay as they are.
 Methods with a leading underscore run on the compute thread.
 """
 
@@ -37,6 +37,8 @@ class _Flight:
 
     slots: list[Slot]
     choice: PendingBatch
+    places: list[int]
+    """Rows of the pool that it covers, free ones between the slots' included: one a row of the model's input."""
     width: int
     began_s: float
     last_keys: mx.array | None
@@ -101,7 +103,7 @@ class BatchEngine(Engine):
         now_s = time.perf_counter()
         forward_s = now_s - flight.began_s
         if not began_ahead:
-            self._observe((self._pool.slots, flight.width), forward_s)
+            self._observe((len(flight.places), flight.width), forward_s)
         by_slot = {id(slot): one for slot, one in zip(flight.slots, chosen, strict=True)}
         return [_as_choice(by_slot[id(slot)], forward_s, now_s) for slot, _ in work]
 
@@ -109,27 +111,29 @@ class BatchEngine(Engine):
         """Seats who has come, and builds the forward of everybody's window."""
         self._drop_ahead()
         pool = self._pool
-        for slot in self._seated:
+        for slot, _ in work:
             if slot.row is not None:
                 pool.truncate(slot.row, slot.keep)
         width = max(window.rows for _, window in work)
         self._seat([slot for slot, _ in work if slot.row is None], width)
         pool.fit(width)
         began_s = time.perf_counter()
-        pool.begin(width)
-        ids = [[0] * width for _ in range(pool.slots)]
+        places = pool.begin(width, [slot.row for slot, _ in work if slot.row is not None])
+        ids = [[0] * width for _ in places]
         parts = []
         for slot, window in work:
             assert slot.row is not None
             own = [window.pending, *window.drafts]
+            place = slot.row.index - places[0] if places[-1] - places[0] < len(places) else places.index(slot.row.index)
             # Padding repeats an id that the model takes anyway: an id of its own might bring a NaN into the row.
-            ids[slot.row.index] = own + own[-1:] * (width - len(own))
-            parts.append(Part(slot.row.index, slot.choosing, window))
+            ids[place] = own + own[-1:] * (width - len(own))
+            parts.append(Part(place, slot.choosing, window))
         logits = self._model(mx.array(ids), cache=pool.layers)
         for slot, window in work:
             assert slot.row is not None
             pool.written(slot.row, window.rows)
-        flight = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), width, began_s, pool.last_keys())
+        slots = [slot for slot, _ in work]
+        flight = _Flight(slots, PendingBatch(logits, parts), places, width, began_s, pool.last_keys())
         self._hand_over(flight)
         return flight
 
@@ -137,10 +141,10 @@ class BatchEngine(Engine):
         if not joining:
             return
         pool = self._pool
-        lengths = [row.length for row in pool.rows] + [slot.cache.length for slot in joining]
-        pool.reserve(len(lengths), max(lengths) + width)
-        for slot in joining:
-            slot.row = pool.join(slot.cache.cache.layers, slot.cache.length)
+        longest = max([row.length for row in pool.rows] + [slot.cache.length for slot in joining])
+        rows = pool.join_all([(slot.cache.cache.layers, slot.cache.length) for slot in joining], longest + width)
+        for slot, row in zip(joining, rows, strict=True):
+            slot.row = row
             self._seated.append(slot)
             slot.cache.cache.layers.clear()
         mx.clear_cache()
@@ -152,16 +156,22 @@ class BatchEngine(Engine):
         """
         pool = self._pool
         undo = pool.checkpoint()
-        pool.begin(1)
+        if pool.begin(1, [slot.row for slot, _ in work if slot.row is not None]) != flight.places:
+            # Somebody has left since it was begun; its ids are not the next one's input.
+            return
         logits = self._model(flight.choice.first_ids(), cache=pool.layers)
         parts = []
-        for slot, window in work:
-            assert slot.row is not None
-            after = Window(slot=window.slot, pending=0, first_step=window.first_step + 1)
-            parts.append(Part(slot.row.index, slot.choosing, after))
-        self._ahead = _Flight([slot for slot, _ in work], PendingBatch(logits, parts), 1, 0.0, pool.last_keys(), undo)
+        staying = {window.slot for _, window in work}
+        for part in flight.choice.parts:
+            if part.window.slot not in staying:
+                continue
+            after = Window(slot=part.window.slot, pending=0, first_step=part.window.first_step + 1)
+            parts.append(Part(part.index, part.choosing, after))
+        choice = PendingBatch(logits, parts)
+        slots = [slot for slot in flight.slots if any(slot is one for one, _ in work)]
+        self._ahead = _Flight(slots, choice, flight.places, 1, 0.0, pool.last_keys(), undo)
         del undo
-        if pool.slots == 1:
+        if len(flight.places) == 1:
             # Alone, the next window is nearly always this one. In a crowd somebody joins or brings drafts too often: there
             # mlx gets it when the next tick has confirmed it.
             if flight.last_keys is not None:
