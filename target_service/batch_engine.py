@@ -26,8 +26,8 @@ from target_service.engine import Engine, Slot
 from target_service.params import Choosing
 from target_service.window import Choice, Window
 
-_FOLLOW = 0.1
 _MEASURED_SLOTS = (2, 4, 8)
+_MEASURED_WIDTHS = (1, 2, 4, 8)
 Work = Sequence[tuple[Slot, Window]]
 
 
@@ -54,8 +54,7 @@ class BatchEngine(Engine):
         """loaded: a model that `batch_probe` found fit."""
         super().__init__(compute, loaded)
         self.batching = "ragged"
-        self.batch_costs: dict[tuple[int, int], float] = {}
-        """(slots, width) -> seconds of a forward, from warm-up and followed while serving."""
+        self.batch_costs = {}
         self._made_pool: RaggedPool | None = None
         self._ahead: _Flight | None = None
         self._seated: list[Slot] = []
@@ -81,29 +80,19 @@ class BatchEngine(Engine):
         slot.cache.cache.layers = prefill_caches(make_prompt_cache(self._model))
         return slot
 
-    def _forward(self, work: Work) -> list[Choice]:
-        lost = [slot.row is None and slot.cache.length != slot.keep for slot, _ in work]
-        alive = [item for item, gone in zip(work, lost, strict=True) if not gone]
+    def _run(self, work: Work) -> list[Choice]:
         try:
-            landed = iter(self._fly(alive) if alive else ())
+            flight = self._take_ahead(work)
+            if flight is None:
+                flight = self._start(work)
+            if all(window.ahead for _, window in work) and self._pool.fits(1):
+                self._begin_ahead(flight, work)
+            chosen = self._finish(flight)
         except Exception:
             self._lose_all()
             raise
-        missing = Choice((), None, 0.0, time.perf_counter(), InternalError("the cache was lost in a failed forward"))
-        return [missing if gone else next(landed) for gone in lost]
-
-    def _fly(self, work: Work) -> list[Choice]:
-        flight = self._take_ahead(work)
-        began_ahead = flight is not None
-        if flight is None:
-            flight = self._start(work)
-        if all(window.ahead for _, window in work) and self._pool.fits(1):
-            self._begin_ahead(flight, work)
-        chosen = self._finish(flight)
         now_s = time.perf_counter()
         forward_s = now_s - flight.began_s
-        if not began_ahead:
-            self._observe((len(flight.places), flight.width), forward_s)
         by_slot = {id(slot): one for slot, one in zip(flight.slots, chosen, strict=True)}
         return [_as_choice(by_slot[id(slot)], forward_s, now_s) for slot, _ in work]
 
@@ -222,10 +211,6 @@ class BatchEngine(Engine):
             self._drop_ahead()
         return chosen
 
-    def _observe(self, shape: tuple[int, int], seconds: float) -> None:
-        usual = self.batch_costs.setdefault(shape, seconds)
-        self.batch_costs[shape] = usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
-
     def _copy(self, slot: Slot) -> SequenceCache:
         if slot.row is None:
             return slot.cache.cache
@@ -251,7 +236,7 @@ class BatchEngine(Engine):
         self._ahead = None
         self._pool.clear()
         for slot in self._seated:
-            slot.row = None
+            slot.row, slot.lost = None, True
         self._seated.clear()
 
     def _unload(self) -> None:
@@ -265,16 +250,22 @@ class BatchEngine(Engine):
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         costs = super()._prepare(rows)
-        self.batch_costs |= {(1, count): seconds for count, seconds in costs.items()}
+        self.batch_costs = {(1, count): seconds for count, seconds in costs.items()}
         for size in _MEASURED_SLOTS:
-            work = [(self._empty(Choosing()), Window(slot=n, pending=0, first_step=0)) for n in range(size)]
-            self._forward(work)
-            for slot, _ in work:
-                slot.keep = 0
-            self.batch_costs[size, 1] = self._forward(work)[0].forward_s
-            for slot, _ in work:
+            slots = [self._empty(Choosing()) for _ in range(size)]
+            for width in _MEASURED_WIDTHS:
+                drafts = (0,) * (width - 1)
+                work = [(slot, Window(slot=n, pending=0, drafts=drafts, first_step=0)) for n, slot in enumerate(slots)]
+                self.batch_costs[size, width] = min(self._timed(work) for _ in range(2))
+            for slot in slots:
                 self._drop(slot)
         return costs
+
+    def _timed(self, work: Work) -> float:
+        seconds = self._forward(work)[0].forward_s
+        for slot, _ in work:
+            slot.keep = 0
+        return seconds
 
 
 def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:

@@ -22,6 +22,8 @@ from target_service.choose import PendingChoice, choose, read
 from target_service.params import Choosing
 from target_service.window import Choice, Window
 
+_MEASURED_CHUNKS = (4, 16, 64)
+
 
 @dataclass(slots=True)
 class Slot:
@@ -35,6 +37,8 @@ class Slot:
     """The choice after [pending] at position `keep`, begun before pending was read back."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
+    lost: bool = False
+    """Whether a forward failed that may have left anything in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class Engine:
         self.rollback: Rollback = Rollback("", "not looked at yet")
         self.batching = "one by one"
         """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
+        self.batch_costs: dict[tuple[int, int], float] | None = None
+        """(sequences, width) -> seconds of a forward that sequences share, from warm-up; None where they share none."""
+        self.prefill_costs: dict[int, float] = {}
+        """Tokens -> seconds of a prompt's first chunk, from warm-up."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
 
@@ -105,6 +113,16 @@ class Engine:
         """Keeps positions [0, length). Costs nothing now: the cache follows at its next forward."""
         self._slots[slot].keep = length
 
+    def intact(self, slot: int) -> bool:
+        """Whether its cache can be used. Not after a forward that raised, whosever fault that was."""
+        return not self._slots[slot].lost
+
+    async def reopen(self, slot: int) -> None:
+        """Puts an empty cache into the place of one that is not intact."""
+        old = self._slots[slot]
+        self._compute.submit(lambda: self._drop(old))
+        self._slots[slot] = await self._compute.run(lambda: self._empty(old.choosing))
+
     def close(self, slot: int) -> None:
         """Frees a sequence. Idempotent. Arrays are dropped where they were made."""
         gone = self._slots.pop(slot, None)
@@ -138,6 +156,14 @@ class Engine:
         mx.clear_cache()
 
     def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
+        try:
+            return self._run(work)
+        except Exception:
+            for slot, _ in work:
+                slot.lost = True
+            raise
+
+    def _run(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
@@ -240,4 +266,15 @@ class Engine:
                 slot = self._empty(Choosing())
                 costs[count] = self._forward([(slot, window)])[0].forward_s
         self._drop(slot)
+        self.prefill_costs = self._prefill_table()
         return costs
+
+    def _prefill_table(self) -> dict[int, float]:
+        table = {}
+        for tokens in _MEASURED_CHUNKS:
+            slot = self._empty(Choosing())
+            began_s = time.perf_counter()
+            self._prefill(slot, [0] * tokens)
+            table[tokens] = time.perf_counter() - began_s
+            self._drop(slot)
+        return table

@@ -1,4 +1,4 @@
-"""Who takes part in the next tick: admission, prefill chunks between ticks, and the one patience of a batch."""
+"""Who takes part in the next tick: admission, what is read of prompts between ticks, and the one patience of a batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
+from target_service.crowd import Crowd
 from target_service.drafts import DraftSource
 from target_service.engine import Engine
+from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.sequence import Sequence
 
 
@@ -28,15 +30,20 @@ class Limits:
     state_bytes: int
     """Recurrent state of a sequence, whatever its length."""
     prefill_step_size: int
-    """Prompt tokens a chunk."""
-    crowd_patience_s: float
-    """Most that a tick of several sequences waits for drafts."""
+    """Most prompt tokens a chunk."""
+    one_chunk_size: bool = False
+    """Whether every chunk has that size, whoever waits meanwhile."""
+
+
+_MOST_FAULTS = 3
 
 
 class Scheduler:
     """Owns the queue and the running sequences. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine, limits: Limits, open_source: Callable[[Sequence], DraftSource]) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, crowd: Crowd, open_source: Callable[[Sequence], DraftSource]
+    ) -> None:
         """open_source: makes the drafts of an admitted sequence."""
         self._engine = engine
         self._limits = limits
@@ -44,6 +51,13 @@ class Scheduler:
         self._queue: list[tuple[int, int, Sequence]] = []
         self._order = itertools.count()
         self._running: list[Sequence] = []
+        self._crowd = crowd
+        costs = PrefillCosts(engine.prefill_costs or {1: crowd.costs.forward_s(1)})
+        self._budget = PrefillBudget(limits.prefill_step_size, costs, one_size=limits.one_chunk_size)
+        self._turn = 0
+        self._returned_s: float | None = None
+        self.waited_s = 0.0
+        """Of the last tick: seconds that it waited for drafts."""
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
@@ -100,19 +114,32 @@ class Scheduler:
         self.wake()
 
     async def tick(self) -> list[Sequence]:
-        """The sequences of the next forward, at least one, with the drafts that came; empty once closed."""
+        """The sequences of the next round, at least one, with the drafts that came; empty once closed."""
         patient_since_s: float | None = None
+        if self._returned_s is not None:
+            # What came after the last tick was the round; before it, the wait for drafts.
+            self._budget.gap(self.waited_s + time.monotonic() - self._returned_s)
+            self._returned_s = None
+        self.waited_s = 0.0
         while not self._closed:
             self._wake.clear()
             self._drop_cancelled()
             await self._admit()
-            prefilled = await self._prefill_one()
+            prefilled = await self._prefill()
             live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
             if live:
+                # One that was in a forward that failed shows alone whether the fault is its own.
+                live = [sequence for sequence in live if sequence.suspect][:1] or live
                 patient_since_s = patient_since_s or time.monotonic()
-                if await self._called_away(live, patient_since_s):
+                called_away = await self._called_away(live, patient_since_s)
+                self.waited_s = time.monotonic() - patient_since_s
+                if called_away:
                     continue
                 if ready := [sequence for sequence in live if self._collected(sequence)]:
+                    hidden_s = [one.waited_for_s(patient_since_s) for one in ready]
+                    if any(seconds is not None for seconds in hidden_s):
+                        self._crowd.hid(min(seconds for seconds in hidden_s if seconds is not None))
+                    self._returned_s = time.monotonic()
                     return ready
             elif not prefilled:
                 await self._wake.wait()
@@ -134,6 +161,23 @@ class Scheduler:
             if not sequence.cancelled:
                 sequence.fail(shown)
             self.retire(sequence)
+
+    async def recover(self, failed: list[Sequence], error: Exception) -> None:
+        """After a forward that raised: whose caches are gone begin again from their ids, with nothing lost but time.
+
+        Alone in it, a sequence is at fault and ends. Those that shared it run their next round alone each, once; a fault that
+        appears in company only ends them at the third time.
+        """
+        guilty = failed if len(failed) == 1 else [one for one in failed if one.faulted() >= _MOST_FAULTS]
+        self.fail(guilty, error)
+        for sequence in list(self._running):
+            if sequence.slot is None or self._engine.intact(sequence.slot):
+                continue
+            try:
+                await self._engine.reopen(sequence.slot)
+                sequence.restart()
+            except Exception as other:
+                self.fail([sequence], other)
 
     def fail_all(self, error: Exception) -> None:
         """Ends everything that runs or waits."""
@@ -176,49 +220,78 @@ class Scheduler:
             except Exception as error:
                 self.fail([first], error)
 
-    async def _prefill_one(self) -> bool:
-        """One chunk for the sequence that has waited longest; its drafter reads the prompt at the same time."""
-        for sequence in self._running:
-            last = sequence.ledger.prompt_length - 1
-            if sequence.cancelled or sequence.slot is None or sequence.prefilled >= last:
-                continue
-            end = min(last, sequence.prefilled + self._limits.prefill_step_size)
-            try:
-                await self._engine.prefill(sequence.slot, sequence.ledger.ids[sequence.prefilled : end])
-            except Exception as error:
-                self.fail([sequence], error)
-                return True
-            sequence.prefilled = end
-            if end == last:
-                sequence.times.prefilled = time.monotonic()
-            return True
-        return False
+    async def _prefill(self) -> bool:
+        """Reads from the prompts: one chunk where nobody decodes, what the gap between two rounds holds where somebody does.
+
+        Their drafters read them at the same time. True where something was read.
+        """
+        read = False
+        while waiting := [one for one in self._running if one.unread and one.slot is not None and not one.cancelled]:
+            somebody = any(one.decodable and not one.cancelled for one in self._running)
+            turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
+            first = waiting[turn]
+            tokens = min(first.unread, self._limits.prefill_step_size)
+            if somebody:
+                tokens = self._budget.chunk(first.unread, first.prefilled)
+            if tokens:
+                self._turn += 1
+                read = True
+                await self._read(first, tokens)
+            # Where nobody decodes, the tick looks around after each chunk: somebody may have come or gone.
+            if not tokens or not somebody or self._closed:
+                break
+        return read
+
+    async def _read(self, sequence: Sequence, tokens: int) -> None:
+        assert sequence.slot is not None
+        begin, end = sequence.prefilled, sequence.prefilled + tokens
+        began_s = time.monotonic()
+        try:
+            await self._engine.prefill(sequence.slot, sequence.ledger.ids[begin:end])
+        except Exception as error:
+            self.fail([sequence], error)
+            return
+        self._budget.took(tokens, begin, time.monotonic() - began_s)
+        sequence.prefilled = end
+        if not sequence.unread and sequence.times.prefilled is None:
+            sequence.times.prefilled = time.monotonic()
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
-        """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
+        """Waits for drafts: at most the longest patience of one sequence, and in company at most what they are worth to all.
 
         True where somebody came or left meanwhile: nobody waits for another's drafter, and nothing for a client that is gone.
         """
-        limit_s = self._limits.crowd_patience_s if len(live) > 1 else float("inf")
         while True:
             now_s = time.monotonic()
-            waiting = [(left, sequence) for sequence in live if (left := sequence.patience_left_s(now_s)) > 0]
-            left_s = min(max((left for left, _ in waiting), default=0.0), began_s + limit_s - now_s)
-            if not waiting or left_s <= 0:
+            left = {id(one): left_s for one in live if (left_s := one.patience_left_s(now_s)) > 0}
+            waiting = [one for one in live if id(one) in left]
+            if not waiting:
+                return False
+            left_s = max(left.values())
+            if len(live) > 1:
+                here = [one.bid() for one in live]
+                hoped = [one.hoped() if id(one) in left else bid for one, bid in zip(live, here, strict=True)]
+                left_s = min(left_s, began_s + self._crowd.patience_s(here, hoped) - now_s)
+            if left_s <= 0:
+                for one in waiting:
+                    one.missed()
                 return False
             if self._wake.is_set():
                 return True
-            if len(waiting) == 1:
-                await self._within(waiting[0][1].source.arrival(), left_s)
-            else:
-                await self._within(asyncio.gather(*(sequence.source.arrival() for _, sequence in waiting)), left_s)
+            await self._arrival(waiting, left_s)
+            for one in waiting:
+                if not one.source.asking:
+                    self._collected(one)
 
-    async def _within(self, arrival: Awaitable[object], timeout_s: float) -> None:
-        """Waits until `arrival`, the timeout or `wake`."""
+    async def _arrival(self, waiting: list[Sequence], timeout_s: float) -> None:
+        """Waits until one of them has its answer, the timeout or `wake`."""
+        arrivals = [asyncio.ensure_future(one.source.arrival()) for one in waiting]
         try:
             async with asyncio.timeout(timeout_s) as self._patience:
-                await arrival
+                await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             return
         finally:
             self._patience = None
+            for arrival in arrivals:
+                arrival.cancel()

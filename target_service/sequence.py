@@ -13,6 +13,7 @@ from target_service.drafts import Answer, DraftSource, NoDrafts, Offer
 from target_service.ledger import Committed, Finish, Ledger, Released
 from target_service.params import DraftingMode, Generation
 from target_service.stats import SpeculationCounts, Times
+from target_service.widths import Bid
 from target_service.window import Choice, Window
 
 _OUTBOX_ROUNDS = 64
@@ -34,7 +35,7 @@ Outcome = Admitted | Released | Done | DraftwireError
 
 
 class Sequence:
-    """Belongs to the event loop. The round loop calls, in this order: `collect`, `window`, `book`, `ask`, `emit`."""
+    """Belongs to the event loop. A round calls, in this order: `collect`, `bid`, `window`, `book`, `wish`, `ask`, `emit`."""
 
     def __init__(self, generation: Generation, ledger: Ledger, controller: Controller) -> None:
         self.generation = generation
@@ -45,8 +46,13 @@ class Sequence:
         self.slot: int | None = None
         self.prefilled = 0
         self.cancelled = False
+        self.suspect = False
+        """Whether it was in a forward that failed, and has not been in one alone since."""
         self.source: DraftSource = NoDrafts()
-        self._controller = controller
+        self.controller = controller
+        self._to_read = ledger.prompt_length - 1
+        self._faults = 0
+        self._met = False
         self._rollback: Rollback | None = None
         self._plan = Plan(0, 0.0, "first_round")
         self._asked_s = 0.0
@@ -57,9 +63,14 @@ class Sequence:
         self._landed_s: float | None = None
 
     @property
+    def unread(self) -> int:
+        """Ids that its cache must read before it can take part in a round: the prompt's, but for the last."""
+        return self._to_read - self.prefilled
+
+    @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
-        return self.prefilled == self.ledger.prompt_length - 1 and self.slot is not None and not self.crowded
+        return not self.unread and self.slot is not None and not self.crowded
 
     @property
     def crowded(self) -> bool:
@@ -81,25 +92,43 @@ class Sequence:
         left = self._asked_s + self._plan.patience_s - now_s
         if left > 0:
             return left
-        self._missed_patience = True
-        self._controller.late()
+        self.missed()
         return 0.0
+
+    def missed(self) -> None:
+        """The round goes on without the drafts that it waited for."""
+        self._missed_patience = True
+        self.controller.late()
+
+    def waited_for_s(self, since_s: float) -> float | None:
+        """Seconds between its question and since_s, where the round is to wait for the answer; else None."""
+        return since_s - self._asked_s if self._plan.patience_s > 0 and self._plan.ask > 0 else None
 
     def collect(self) -> None:
         """Takes what has come from the drafter."""
         came = self.source.take()
         if isinstance(came, Answer):
             self._answer = came
-            self._controller.answered(len(came.ids), came.delay_s, came.computed_s)
+            self.controller.answered(len(came.ids), came.delay_s, came.computed_s)
             self._offer = Offer(came.base_length, came.ids)
             self._score()
         elif came is not None:
-            self._controller.lost()
+            self._met = False
+            self.controller.lost()
 
-    def window(self) -> Window:
-        """[pending, *drafts] for the next forward."""
+    def bid(self) -> Bid:
+        """What it can bring to the next forward with the drafts that are here."""
+        fit = self._drafts()
+        return self.controller.bid(len(fit), self._offer.agreed) if fit and self._offer is not None else Bid()
+
+    def hoped(self) -> Bid:
+        """What it could bring once its question is answered."""
+        return self.controller.bid(min(self._plan.ask, self._limit()), 0)
+
+    def window(self, most: int) -> Window:
+        """[pending, *drafts] for the next forward, with at most so many drafts."""
         assert self.slot is not None
-        drafts = () if self._ahead else self._drafts()
+        drafts = self._drafts()[:most]
         choosing = self.generation.choosing
         self._ahead = not drafts and self._may_run_ahead()
         history: tuple[int, ...] = ()
@@ -116,6 +145,7 @@ class Sequence:
 
     def book(self, window: Window, choice: Choice, committed: Committed, emitted: int) -> None:
         """Counts a round, and scores drafts against what was committed."""
+        self.suspect = False
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
         drafted = len(window.drafts)
@@ -125,21 +155,41 @@ class Sequence:
         )
         self._score()
 
-    def ask(self) -> None:
-        """Asks the drafter for the next round, if the controller says so. Before `emit`: the question travels meanwhile."""
+    def wish(self) -> int | None:
+        """Most drafts that it may ask for now; None while a question runs."""
         self._missed_patience = False
         if self.source.asking:
             # A late answer may still fit; a second question would only take its place.
             self._plan = Plan(0, 0.0, "late")
-            return
+            return None
         limit = min(self._limit(), self.source.limit)
-        self._plan = self._controller.plan(limit)
+        if limit and not self._met:
+            self._met = True
+            self.controller.meet(self.source.report().drafter_id)
+        return limit
+
+    def ask(self, plan: Plan) -> None:
+        """Follows a plan for the next round. Before `emit`: the question travels meanwhile."""
+        self._plan = plan
         rest = len(self._offer.rest) if self._offer else 0
-        if self._plan.ask == 0 or rest >= self._plan.ask or not self.source.ready:
+        if plan.ask == 0 or rest >= plan.ask or not self.source.ready:
             return
         self._drop_offer()
         self._asked_s = time.monotonic()
-        self.source.ask(self.ledger.ids, self._plan.ask)
+        self.source.ask(self.ledger.ids, plan.ask)
+
+    def faulted(self) -> int:
+        """It was in a forward that failed together with others. Returns how often so far."""
+        self.suspect = True
+        self._faults += 1
+        return self._faults
+
+    def restart(self) -> None:
+        """Its cache is empty again: it reads what is committed, and goes on."""
+        self.prefilled = 0
+        self._to_read = self.ledger.cached_length
+        self._ahead = False
+        self._offer = None
 
     def emit(self, committed: Committed) -> None:
         """Hands a round's text to the stream."""
@@ -158,6 +208,7 @@ class Sequence:
         landed_s, before_s = choice.landed_s, self._landed_s
         self._landed_s = landed_s
         answer, self._answer = self._answer, None
+        joint = self._plan.joint
         return {
             "request_id": self.generation.request_id,
             "step": window.first_step,
@@ -166,6 +217,12 @@ class Sequence:
             "next": self._plan.reason,
             "asked": self._plan.ask,
             "patience_ms": round(self._plan.patience_s * 1e3, 2),
+            "gain": round(joint.gain, 3) if joint else None,
+            "asking": len(joint.askers) if joint else None,
+            "expected_tokens": round(joint.tokens, 2) if joint else None,
+            "expected_forward_ms": round(joint.forward_s * 1e3, 2) if joint else None,
+            "expected_wait_ms": round(joint.wait_s * 1e3, 2) if joint else None,
+            "plain_ms": round(joint.plain_s * 1e3, 2) if joint else None,
             "ahead": window.ahead,
             "round_ms": round((landed_s - before_s) * 1e3, 3) if before_s is not None else None,
             "forward_ms": round(choice.forward_s * 1e3, 3),
@@ -179,11 +236,8 @@ class Sequence:
         self.outbox.put_nowait(error)
 
     def _drafts(self) -> tuple[int, ...]:
-        rest = self._offer.rest if self._offer else ()
-        if self._offer is None or not rest:
-            return ()
-        fit = rest[: self._limit()]
-        return fit[: self._controller.use(len(fit), self._offer.agreed)]
+        """Those that the next window may have; none where its forward has been begun ahead."""
+        return self._offer.rest[: self._limit()] if self._offer is not None and not self._ahead else ()
 
     def _limit(self) -> int:
         """Most drafts that budget and cache allow: the last token of the budget needs none."""
@@ -215,7 +269,7 @@ class Sequence:
         offer, self._offer = self._offer, None
         if offer is not None:
             proposed = len(offer.ids) if offer.resolved else offer.agreed
-            self._controller.scored(proposed, offer.agreed)
+            self.controller.scored(proposed, offer.agreed)
             self.source.scored(proposed, offer.agreed)
 
     def _why_none(self) -> str:
