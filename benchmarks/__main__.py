@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import lookup, overhead
+from benchmarks import fairness, lookup, overhead
 from benchmarks.report import Report
 
-BENCHMARKS: dict[str, Callable[[Console], Report]] = {"lookup": lookup.run, "overhead": overhead.run}
+BENCHMARKS: dict[str, Callable[[Console], Report]] = {
+    "lookup": lookup.run,
+    "overhead": overhead.run,
+    "fairness": fairness.run,
+}
 
 
 def main() -> int:

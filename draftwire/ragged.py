@@ -18,10 +18,9 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from draftwire.errors import InternalError
 
 CAPACITY_STEP: Final = 256
-# A pool is at most a quarter larger than its rows need: what a class more costs in copies when somebody joins is little beside
-# reading that somebody's prompt.
-_CLASSES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-_CLASS_STEP: Final = 4
+# Up to here a pool has as many slots as rows, beyond it an even number: what a slot more costs in copies when somebody joins
+# is little beside reading that somebody's prompt, and memory is what bounds how many there are.
+_MOST_EXACT: Final = 16
 # Keys that a forward looks at come in steps, so that few shapes occur; a multiple of every vector width, so that sums over
 # masked keys fall into the same lanes whatever the number of keys.
 _EXTENT_STEP: Final = 64
@@ -411,7 +410,7 @@ def prefill_caches(prototype: Sequence[Any]) -> list[Any]:
 
 def slot_class(rows: int) -> int:
     """The slots that a pool of so many rows has."""
-    return next((size for size in _CLASSES if size >= rows), -(-rows // _CLASS_STEP) * _CLASS_STEP)
+    return rows if rows <= _MOST_EXACT else rows + rows % 2
 
 
 def flat(layers: Sequence[Any]) -> Iterator[Any]:

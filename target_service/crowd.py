@@ -19,7 +19,10 @@ _FOLLOW = 0.2
 _WORST_BENEFIT = 0.98
 _BENEFIT_ROUNDS = 128
 _FEWEST_ROUNDS = 24
+_MOST_LOST_STEPS = 6.0
 _FIRST_PAUSE_ROUNDS = 32
+_PAUSE_FOR_LOSS = 32
+"""Rounds of pause for each plain step that was lost: what is lost in all stays at a thirty-second part."""
 _MAX_PAUSE_ROUNDS = 512
 
 
@@ -53,7 +56,8 @@ class Crowd:
     def book(self, tokens: int, sequences: int, seconds: float, *, drafting: bool) -> None:
         """A tick that emitted so many tokens. drafting: whether anybody had drafts or waited for some."""
         if sequences:
-            self.benefit.book(tokens / sequences * self.costs.plain_batch_s(sequences), seconds, drafting=drafting)
+            step_s = self.costs.plain_batch_s(sequences)
+            self.benefit.book(tokens / sequences, seconds / max(step_s, 1e-9), drafting=drafting)
 
     def _plan(self, wishes: Sequence[tuple[Controller, int]], sequences: int) -> list[Plan]:
         hopes: list[Hope] = []
@@ -80,7 +84,8 @@ class Crowd:
 class Benefit:
     """What drafting really brought: tokens over what plain decoding would have made in the same time, over the last rounds.
 
-    Below .98 it is switched off for a while that doubles each time; it says so whatever the prediction.
+    Below .98, or where it has lost the time of several plain steps, it goes off for a while: long enough for the loss to be
+    small in the whole, and twice as long each time. Whatever the predictions say.
     """
 
     def __init__(self) -> None:
@@ -96,22 +101,20 @@ class Benefit:
     @property
     def value(self) -> float:
         """Over the remembered rounds; 1 without any."""
-        plain_s = sum(plain for plain, _ in self._rounds)
-        seconds = sum(took for _, took in self._rounds)
-        return plain_s / seconds if seconds else 1.0
+        steps = sum(took for _, took in self._rounds)
+        return sum(made for made, _ in self._rounds) / steps if steps else 1.0
 
-    def book(self, plain_s: float, seconds: float, *, drafting: bool) -> None:
-        """A tick that took `seconds`, for tokens that plain decoding makes in plain_s."""
+    def book(self, tokens: float, steps: float, *, drafting: bool) -> None:
+        """A tick that took as long as so many plain steps (one of them makes one token), and made `tokens` a sequence."""
         if self._pause > 0:
             self._pause -= 1
             return
         if not drafting:
             return
-        self._rounds.append((plain_s, seconds))
-        if len(self._rounds) < _FEWEST_ROUNDS:
-            return
-        if self.value < _WORST_BENEFIT:
-            self._pause = self._next_pause
+        self._rounds.append((tokens, steps))
+        lost = sum(took - made for made, took in self._rounds)
+        if lost > _MOST_LOST_STEPS or (len(self._rounds) >= _FEWEST_ROUNDS and self.value < _WORST_BENEFIT):
+            self._pause = max(self._next_pause, round(_PAUSE_FOR_LOSS * lost))
             self._next_pause = min(_MAX_PAUSE_ROUNDS, self._next_pause * 2)
             self._rounds.clear()
         elif len(self._rounds) == _BENEFIT_ROUNDS:
