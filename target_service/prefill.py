@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_BUDGET = 1.85
+_BUDGET = 1.65
 _REMEMBERED_ROUNDS = 9
 _TILE = 8
 _FEWEST = 2

@@ -25,7 +25,8 @@ class Limits:
     max_running: int
     max_queued: int
     kv_bytes: int
-    """KV cache of all running sequences, charged at admission for prompt and max_tokens."""
+    """KV cache of all running sequences, charged at admission for prompt and max_tokens, and for the longest of those that
+    share a forward."""
     kv_bytes_per_token: int
     state_bytes: int
     """Recurrent state of a sequence, whatever its length."""
@@ -200,8 +201,10 @@ class Scheduler:
         """Whether there is a place and memory for it now. Alone, it always fits: `submit` has seen to that."""
         if len(self._running) >= self._limits.max_running:
             return False
-        used = sum(self._kv_bytes(running) for running in self._running)
-        return not self._running or used + self._kv_bytes(sequence) <= self._limits.kv_bytes
+        each = [self._kv_bytes(one) for one in (*self._running, sequence)]
+        # Sequences that share a forward lie in arrays as long as the longest of them.
+        needed = sum(each) if self._engine.batch_costs is None else len(each) * max(each)
+        return not self._running or needed <= self._limits.kv_bytes
 
     def _drop_cancelled(self) -> None:
         for sequence in [sequence for sequence in self._running if sequence.cancelled]:

@@ -100,6 +100,7 @@ class SimulatedEngine:
     """slot -> positions."""
     rollback: Rollback = field(default_factory=lambda: Rollback("trim", ""))
     prefill_costs: dict[int, float] = field(default_factory=lambda: {n: ms * MS for n, ms in CHUNKS.items() if n <= 64})
+    batch_costs: dict[tuple[int, int], float] | None = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     prefilled: int = 0
     pace: float = 1.0

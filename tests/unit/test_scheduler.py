@@ -122,6 +122,26 @@ def test_priorities_hold_for_places_and_for_prompts(monkeypatch: pytest.MonkeyPa
     simulated(monkeypatch, run())
 
 
+def test_memory_is_charged_as_the_shared_arrays_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kind of fault: one long text makes everybody's row long, and the machine runs out of memory within its limits."""
+
+    async def run(shared: bool) -> int:
+        engine = SimulatedEngine()
+        if not shared:
+            engine.batch_costs = None
+        async with House(engine, kv_bytes=8 * 1024) as house:
+            streams = [house.stream(10, 40) for _ in range(3)] + [house.stream(4000, 10)]
+            most = 0
+            while any(not reading.done() for _, reading in streams):
+                await asyncio.sleep(0.02)
+                most = max(most, house.scheduler.running)
+            assert all(stream.error is None and stream.came_s for stream, _ in streams)
+            return most
+
+    assert simulated(monkeypatch, run(shared=False)) == 4
+    assert simulated(monkeypatch, run(shared=True)) == 3
+
+
 def test_nobody_decodes_then_chunks_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> float:
         return await alone_s(1025)
