@@ -7,13 +7,15 @@ them every (1 + _BUDGET) p at worst, and a prompt is read at _BUDGET / (1 + _BUD
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _BUDGET = 1.65
 _REMEMBERED_ROUNDS = 9
-_TILE = 8
+_TILE = 4
+_LARGE = 32
 _FEWEST = 2
 """Tokens that a gap reads whatever they cost: nobody starves."""
 _FOLLOW = 0.3
@@ -83,23 +85,19 @@ class PrefillBudget:
         if self._one_size:
             tokens = min(self._step, rest)
             return tokens if self._costs.seconds(tokens, behind) <= self._left_s else 0
-        most = min(self._step, rest)
-        if self._fits(most, behind):
-            return most
-        whole = next((n for n in range(most // _TILE * _TILE, 0, -_TILE) if self._fits(n, behind)), 0)
-        small = whole or next((n for n in range(min(most, _TILE) - 1, 0, -1) if self._fits(n, behind)), 0)
-        if small >= min(_FEWEST, rest):
-            return small
+        fits = bisect_right(range(1, min(self._step, rest) + 1), self._left_s, key=self._after(behind))
+        if fits >= min(_FEWEST, rest):
+            return fits - fits % _TILE if _LARGE <= fits < rest else fits
         return min(_FEWEST, rest) if self._read == 0 else 0
+
+    def _after(self, behind: int) -> Callable[[int], float]:
+        return lambda tokens: self._costs.seconds(tokens, behind)
 
     def took(self, tokens: int, behind: int, seconds: float) -> None:
         """A chunk has been read."""
         self._costs.observe(tokens, behind, seconds)
         self._left_s -= seconds
         self._read += tokens
-
-    def _fits(self, tokens: int, behind: int) -> bool:
-        return self._costs.seconds(tokens, behind) <= self._left_s
 
 
 @dataclass(frozen=True, slots=True)
