@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import fairness, lookup, overhead
+from benchmarks import concurrency, fairness, lookup, overhead
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
+    "concurrency": concurrency.run,
+    "fairness": fairness.run,
     "lookup": lookup.run,
     "overhead": overhead.run,
-    "fairness": fairness.run,
 }
 
 

@@ -61,7 +61,7 @@ def main() -> None:
         request = json.loads(line)
         began_s = time.perf_counter()
         first_s = last_s = 0.0
-        ids = []
+        ids: list[int] = []
         for response in stream_generate(
             model, tokenizer, request["ids"], max_tokens=request["max_tokens"], sampler=make_sampler(temp=0.0)
         ):

@@ -8,7 +8,7 @@ Importing this module imports mlx, so the BLAS must have been loaded. Everything
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,11 +136,15 @@ class RaggedPool:
     nobody reads it.
     """
 
-    def __init__(self, prototype: Sequence[Any]) -> None:
-        """prototype: the caches that the model makes for one sequence. Raises ValueError if `unpoolable` names a reason."""
+    def __init__(self, prototype: Sequence[Any], *, exact_slots: bool = False) -> None:
+        """prototype: the caches that the model makes for one sequence. exact_slots: as many slots as rows, no classes.
+
+        Raises ValueError if `unpoolable` names a reason.
+        """
         reason = unpoolable(prototype)
         if reason:
             raise ValueError(reason)
+        self._class_of: Callable[[int], int] = int if exact_slots else slot_class
         self.slots = 0
         self.capacity = 0
         self.layers: list[Any] = [self._mirror(cache) for cache in prototype]
@@ -292,7 +296,7 @@ class RaggedPool:
         rows = self.rows
         longest = max((row.length for row in rows), default=0) + width
         needed = (longest // CAPACITY_STEP + 1) * CAPACITY_STEP
-        return slot_class(max(len(rows), 1)), needed if 2 * needed <= self.capacity else self.capacity
+        return self._class_of(max(len(rows), 1)), needed if 2 * needed <= self.capacity else self.capacity
 
     def rows_of(self, row: PoolRow) -> list[KVCache]:
         """A copy of a row as caches of its own, layer by layer: mlx-lm's, batch 1, in time order."""
@@ -343,7 +347,7 @@ class RaggedPool:
 
     def _size_for(self, rows: int, capacity: int) -> tuple[int, int]:
         """Slots and capacity that hold so much, and no less than there is."""
-        slots = max(self.slots, slot_class(max(rows, 1)))
+        slots = max(self.slots, self._class_of(max(rows, 1)))
         return slots, max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
 
     def _places(self, rows: Sequence[PoolRow]) -> list[int]:

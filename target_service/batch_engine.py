@@ -7,7 +7,7 @@ Methods with a leading underscore run on the compute thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from draftwire.caches import SequenceCache
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
-from draftwire.ragged import RaggedPool, prefill_caches
+from draftwire.ragged import RaggedPool, flat, prefill_caches
 from draftwire.rollback import Rollback
 from target_service.batch_choose import Part, PendingBatch
 from target_service.choose import Chosen
@@ -45,6 +45,8 @@ class _Flight:
     """The last layer's keys after it: once they are there, hardly any array of the pool is in use."""
     undo: list[Any] | None = None
     """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
+    numbers: frozenset[int] = frozenset()
+    """For a forward begun ahead: the slots as the event loop knows them."""
 
 
 class BatchEngine(Engine):
@@ -64,6 +66,20 @@ class BatchEngine(Engine):
         """Bytes that the pool's arrays take; 0 when nobody is in it."""
         return self._made_pool.nbytes if self._made_pool is not None else 0
 
+    @property
+    def begun(self) -> frozenset[int]:
+        """Slots of the next forward, where it was begun ahead: a tick of others too would throw it away."""
+        return self._ahead.numbers if self._ahead is not None else frozenset()
+
+    async def prefill_together(self, chunks: Mapping[int, Sequence[int]]) -> None:
+        """One forward, padded to the longest chunk: for short ones, whose weights cost more to read than their rows."""
+        work = []
+        for slot, ids in chunks.items():
+            self._check_ids(ids)
+            self._slots[slot].keep += len(ids)
+            work.append((self._slots[slot], list(ids)))
+        await self._compute.run(lambda: self._prefill_together(work))
+
     async def cached_rows(self, slot: int) -> SequenceCache:
         """A copy of the cache as it stands after truncation, for tests of law L3."""
         target = self._slots[slot]
@@ -79,6 +95,21 @@ class BatchEngine(Engine):
         slot = super()._empty(choosing)
         slot.cache.cache.layers = prefill_caches(make_prompt_cache(self._model))
         return slot
+
+    def _prefill_together(self, work: Sequence[tuple[Slot, list[int]]]) -> None:
+        """In a pool of their own that is gone afterwards: the caches stay the slots' own until they join the others."""
+        pool = RaggedPool(make_prompt_cache(self._model), exact_slots=True)
+        width = max(len(ids) for _, ids in work)
+        pool.reserve(len(work), max(slot.cache.cache.length for slot, _ in work) + width)
+        rows = [pool.join(slot.cache.cache.layers, slot.cache.cache.length) for slot, _ in work]
+        pool.begin(width)
+        self._model(mx.array([ids + ids[-1:] * (width - len(ids)) for _, ids in work]), cache=pool.layers)
+        for row, (slot, ids) in zip(rows, work, strict=True):
+            pool.written(row, len(ids))
+            for own, copy in zip(flat(slot.cache.cache.layers), pool.rows_of(row), strict=True):
+                own.keys, own.values, own.offset = copy.keys, copy.values, copy.offset
+            slot.cache.written(len(ids))
+        pool.clear()
 
     def _run(self, work: Work) -> list[Choice]:
         try:
@@ -156,17 +187,22 @@ class BatchEngine(Engine):
                 continue
             after = Window(slot=part.window.slot, pending=0, first_step=part.window.first_step + 1)
             parts.append(Part(part.index, part.choosing, after))
-        choice = PendingBatch(logits, parts)
-        slots = [slot for slot in flight.slots if any(slot is one for one, _ in work)]
-        self._ahead = _Flight(slots, choice, flight.places, 1, 0.0, pool.last_keys(), undo)
+        self._ahead = _Flight(
+            [slot for slot in flight.slots if any(slot is one for one, _ in work)],
+            PendingBatch(logits, parts),
+            flight.places,
+            1,
+            0.0,
+            pool.last_keys(),
+            undo,
+            frozenset(staying),
+        )
         del undo
-        if len(flight.places) == 1:
-            # Alone, the next window is nearly always this one. In a crowd somebody joins or brings drafts too often: there
-            # mlx gets it when the next tick has confirmed it.
-            if flight.last_keys is not None:
-                mx.eval(flight.last_keys)
-                flight.last_keys = None
-            self._dispatch(self._ahead)
+        # Whoever joins meanwhile waits for the forward after: see `begun`.
+        if flight.last_keys is not None:
+            mx.eval(flight.last_keys)
+            flight.last_keys = None
+        self._dispatch(self._ahead)
 
     def _take_ahead(self, work: Work) -> _Flight | None:
         """The forward that was begun ahead, if it holds these very windows; sequences that have left do not matter."""

@@ -33,6 +33,8 @@ class Costs:
             if count > 1:
                 self._grid.setdefault(count, {})[width] = seconds
         self._between: dict[tuple[int, int], float] = {}
+        self._asked: dict[tuple[int, int], float] = {}
+        """Answers since the last observation: a decision asks for the same shapes again and again."""
 
     @property
     def plain_s(self) -> float:
@@ -47,9 +49,14 @@ class Costs:
         """Seconds of a forward of so many sequences, `width` rows each, or of their forwards one after the other."""
         if sequences <= 1 or not self.shared:
             return sequences * self.forward_s(width)
-        if (sequences, width) in self._between:
-            return self._between[sequences, width]
-        return _interpolated({count: self._row_s(count, width) for count in self._grid}, sequences)
+        found = self._asked.get((sequences, width)) or self._between.get((sequences, width))
+        if found is None:
+            if sequences in self._grid:
+                found = self._row_s(sequences, width)
+            else:
+                found = _interpolated({count: self._row_s(count, width) for count in self._grid}, sequences)
+            self._asked[sequences, width] = found
+        return found
 
     def plain_batch_s(self, sequences: int) -> float:
         """Seconds of a plain step of so many sequences."""
@@ -62,6 +69,7 @@ class Costs:
 
         An outlier (a garbage collection, a neighbour) counts at most as twice the usual.
         """
+        self._asked.clear()
         if ahead and rows == 1:
             usual = self.plain_batch_s(sequences)
             self._plain_s[sequences] = _followed(usual, seconds)

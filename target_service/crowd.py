@@ -69,7 +69,7 @@ class Crowd:
                 whose.append(number)
         joint: Joint | None = None
         if hopes and not self.benefit.off:
-            joint = ask_together(hopes, sequences, self.costs, lambda one: one.drafts == self._drafts)
+            joint = ask_together(hopes, sequences, self.costs, self._drafts)
             active = any(wishes[whose[i]][0].active for i in joint.askers)
             if joint.gain < (_GAIN_TO_STAY if active else _GAIN_TO_START):
                 joint = None

@@ -6,7 +6,7 @@ The event loop calls the public methods; methods with a leading underscore run o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -84,6 +84,11 @@ class Engine:
         """Sequences that are open."""
         return len(self._slots)
 
+    @property
+    def begun(self) -> frozenset[int]:
+        """Slots of the next forward, where it was begun ahead and holds many: a tick of others too would throw it away."""
+        return frozenset()
+
     async def prepare(self, rows: Sequence[int]) -> dict[int, float]:
         """Looks at the caches, warms up, and measures a forward of each number of rows. Returns rows -> seconds."""
         return await self._compute.run(lambda: self._prepare(rows))
@@ -101,6 +106,11 @@ class Engine:
         target = self._slots[slot]
         target.keep += len(ids)
         await self._compute.run(lambda: self._prefill(target, list(ids)))
+
+    async def prefill_together(self, chunks: Mapping[int, Sequence[int]]) -> None:
+        """The same for several slots whose rests are short: in one forward where the engine can. slot -> ids."""
+        for slot, ids in chunks.items():
+            await self.prefill(slot, ids)
 
     async def forward(self, windows: Sequence[Window]) -> list[Choice]:
         """Runs a tick: every window's rows, processed, chosen and read back."""

@@ -74,13 +74,15 @@ def groups_of(scheduler: Scheduler, crowd: Crowd, ready: list[Sequence]) -> list
     """The windows of the next forwards, and whose they are."""
     bids = [sequence.bid() for sequence in ready]
     share = crowd.share(bids)
+    # A forward that is begun ahead for some of them only would leave the others out of the next tick.
+    settled = scheduler.settled and len(share.groups) == 1
     groups: list[Group] = []
     for members in share.groups:
         group = []
         for number in members:
             sequence = ready[number]
             try:
-                group.append((sequence, sequence.window(share.drafts[number])))
+                group.append((sequence, sequence.window(share.drafts[number], may_run_ahead=settled)))
             except Exception as error:
                 scheduler.fail([sequence], error)
         if group:

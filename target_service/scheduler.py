@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
@@ -16,6 +17,9 @@ from target_service.drafts import DraftSource
 from target_service.engine import Engine
 from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.sequence import Sequence
+
+SHORT_PREFILL: Final = 128
+"""Rows of a prompt up to which reading the weights costs more than computing them, so that company is nearly free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
+        self._joining = False
 
     @property
     def running(self) -> int:
@@ -141,10 +146,15 @@ class Scheduler:
                     if any(seconds is not None for seconds in hidden_s):
                         self._crowd.hid(min(seconds for seconds in hidden_s if seconds is not None))
                     self._returned_s = time.monotonic()
-                    return ready
+                    return self._begun(ready)
             elif not prefilled:
                 await self._wake.wait()
         return []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next tick will have the sequences of this one: nobody reads a prompt or waits to join."""
+        return not self._joining and all(sequence.decodable or sequence.crowded for sequence in self._running)
 
     def retire(self, sequence: Sequence) -> None:
         """Frees everything a sequence has."""
@@ -163,8 +173,10 @@ class Scheduler:
                 sequence.fail(shown)
             self.retire(sequence)
 
-    async def recover(self, failed: list[Sequence], error: Exception) -> None:
+    async def recover(self, failed: list[Sequence], error: Exception, *, touched: bool = False) -> None:
         """After a forward that raised: whose caches are gone begin again from their ids, with nothing lost but time.
+
+        touched: whether those of the failed are, whatever the engine says.
 
         Alone in it, a sequence is at fault and ends. Those that shared it run their next round alone each, once; a fault that
         appears in company only ends them at the third time.
@@ -172,7 +184,8 @@ class Scheduler:
         guilty = failed if len(failed) == 1 else [one for one in failed if one.faulted() >= _MOST_FAULTS]
         self.fail(guilty, error)
         for sequence in list(self._running):
-            if sequence.slot is None or self._engine.intact(sequence.slot):
+            gone = touched and sequence in failed
+            if sequence.slot is None or (self._engine.intact(sequence.slot) and not gone):
                 continue
             try:
                 await self._engine.reopen(sequence.slot)
@@ -184,6 +197,13 @@ class Scheduler:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
         self._queue.clear()
+
+    def _begun(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those whose forward was begun ahead, where it was: who has come meanwhile joins the tick after."""
+        begun = self._engine.begun
+        first = [sequence for sequence in ready if sequence.slot in begun]
+        self._joining = 0 < len(first) < len(ready)
+        return first or ready
 
     def _kv_bytes(self, sequence: Sequence) -> int:
         tokens = sequence.ledger.prompt_length + sequence.generation.stopping.max_tokens
@@ -226,38 +246,47 @@ class Scheduler:
     async def _prefill(self) -> bool:
         """Reads from the prompts: one chunk where nobody decodes, what the gap between two rounds holds where somebody does.
 
-        Their drafters read them at the same time. True where something was read.
+        A chunk is of one prompt, or of all short rests in one forward. Drafters read them at the same time. True where
+        something was read.
         """
         read = False
         while waiting := [one for one in self._running if one.unread and one.slot is not None and not one.cancelled]:
             somebody = any(one.decodable and not one.cancelled for one in self._running)
             turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
-            first = waiting[turn]
-            tokens = min(first.unread, self._limits.prefill_step_size)
+            first = waiting.pop(turn)
+            together = first.unread <= SHORT_PREFILL and not self._limits.one_chunk_size and not first.suspect
+            rows = self._limits.prefill_step_size
             if somebody:
-                tokens = self._budget.chunk(first.unread, first.prefilled)
-            if tokens:
+                rows = self._budget.chunk(rows if together else first.unread, first.prefilled)
+            if rows:
                 self._turn += 1
                 read = True
-                await self._read(first, tokens)
+                others = sorted(waiting, key=lambda one: (-one.generation.priority, one.unread))
+                company = [one for one in others if not one.suspect]
+                chunks = short_rests([first, *company], rows) if together else {}
+                await self._read(chunks or {first: min(first.unread, rows)})
             # Where nobody decodes, the tick looks around after each chunk: somebody may have come or gone.
-            if not tokens or not somebody or self._closed:
+            if not rows or not somebody or self._closed:
                 break
         return read
 
-    async def _read(self, sequence: Sequence, tokens: int) -> None:
-        assert sequence.slot is not None
-        begin, end = sequence.prefilled, sequence.prefilled + tokens
+    async def _read(self, chunks: dict[Sequence, int]) -> None:
         began_s = time.monotonic()
         try:
-            await self._engine.prefill(sequence.slot, sequence.ledger.ids[begin:end])
+            if len(chunks) == 1:
+                ((only, rows),) = chunks.items()
+                await self._engine.prefill(slot_of(only), only.next_ids(rows))
+            else:
+                await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
         except Exception as error:
-            self.fail([sequence], error)
+            await self.recover(list(chunks), error, touched=True)
             return
-        self._budget.took(tokens, begin, time.monotonic() - began_s)
-        sequence.prefilled = end
-        if not sequence.unread and sequence.times.prefilled is None:
-            sequence.times.prefilled = time.monotonic()
+        behind = max(one.prefilled for one in chunks)
+        self._budget.took(max(chunks.values()) * len(chunks), behind, time.monotonic() - began_s)
+        for sequence, rows in chunks.items():
+            sequence.prefilled += rows
+            if not sequence.unread and sequence.times.prefilled is None:
+                sequence.times.prefilled = time.monotonic()
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
         """Waits for drafts: at most the longest patience of one sequence, and in company at most what they are worth to all.
@@ -298,3 +327,24 @@ class Scheduler:
             self._patience = None
             for arrival in arrivals:
                 arrival.cancel()
+
+
+def short_rests(unread: list[Sequence], most_rows: int) -> dict[Sequence, int]:
+    """Who is read together with the first in one forward, first come first: sequence -> rows. Empty where its rest is long.
+
+    Padded, they have at most `most_rows` rows.
+    """
+    chunks: dict[Sequence, int] = {}
+    for sequence in unread:
+        widest = max([sequence.unread, *chunks.values()])
+        if widest <= SHORT_PREFILL and widest * (len(chunks) + 1) <= most_rows:
+            chunks[sequence] = sequence.unread
+        elif not chunks:
+            break
+    return chunks
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The place of a sequence that was admitted."""
+    assert sequence.slot is not None
+    return sequence.slot

@@ -67,6 +67,10 @@ class Sequence:
         """Ids that its cache must read before it can take part in a round: the prompt's, but for the last."""
         return self._to_read - self.prefilled
 
+    def next_ids(self, rows: int) -> list[int]:
+        """The next ids of the prompt to be prefilled."""
+        return self.ledger.ids[self.prefilled : self.prefilled + rows]
+
     @property
     def decodable(self) -> bool:
         """Whether it can take part in a round: prompt read, reader keeping up."""
@@ -125,12 +129,13 @@ class Sequence:
         """What it could bring once its question is answered."""
         return self.controller.bid(min(self._plan.ask, self._limit()), 0)
 
-    def window(self, most: int) -> Window:
-        """[pending, *drafts] for the next forward, with at most so many drafts."""
+    def window(self, most: int, *, may_run_ahead: bool = True) -> Window:
+        """[pending, *drafts] for the next forward, with at most so many drafts. may_run_ahead: whether the one after it may be
+        begun ahead."""
         assert self.slot is not None
         drafts = self._drafts()[:most]
         choosing = self.generation.choosing
-        self._ahead = not drafts and self._may_run_ahead()
+        self._ahead = not drafts and may_run_ahead and self._may_run_ahead()
         history: tuple[int, ...] = ()
         if choosing.penalties.on:
             history = tuple(self.ledger.ids[-choosing.penalties.window :])

@@ -12,13 +12,15 @@ times as many tokens for one of eight streams are worth a tick that takes 30 % l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from target_service.costs import Costs
 
 _GAIN_TO_SPLIT = math.log(1.03)
 """What two forwards must bring over one: another shape of the next tick costs something too."""
+
+_GAIN_TO_CHANGE = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,21 @@ def share(bids: Sequence[Bid], costs: Costs) -> Share:
     """The windows of these sequences' next tick. At least one bid."""
     if not costs.shared:
         return _apart(bids, costs)
-    everybody = tuple(range(len(bids)))
     best = _together(bids, costs)
     if len({bid.most for bid in bids}) == 1:
         # Nobody is narrow.
         return best
-    order = sorted(everybody, key=lambda i: (bids[i].forced, bids[i].tokens[-1]))
+    order = sorted(range(len(bids)), key=lambda i: (bids[i].forced, bids[i].tokens[-1]))
+    most = sum(math.log(bid.tokens[-1]) for bid in bids)
     for cut in range(1, len(bids)):
         low, high = order[:cut], order[cut:]
+        # No two forwards are shorter than this, and none bring more than all drafts: most cuts need no closer look.
+        seconds = costs.batch_s(len(low), 1) + costs.batch_s(len(high), 2)
+        least = best.score + _GAIN_TO_SPLIT * len(bids)
+        if most - len(bids) * math.log(seconds) <= least:
+            continue
         split = _split(bids, low, high, costs)
-        if split is not None and split.score > best.score + _GAIN_TO_SPLIT * len(bids):
+        if split is not None and split.score > least:
             best = split
     return best
 
@@ -108,8 +115,7 @@ def _split(bids: Sequence[Bid], low: Sequence[int], high: Sequence[int], costs: 
     wide_s = [costs.batch_s(len(high), 1 + width) for width in range(len(wide.gains))]
     for first in range(narrow.least, len(narrow.gains)):
         for second in range(max(wide.least, first + 1), len(wide.gains)):
-            seconds = narrow_s[first] + wide_s[second]
-            score = narrow.gains[first] + wide.gains[second] - len(bids) * math.log(seconds)
+            score = narrow.gains[first] + wide.gains[second] - len(bids) * math.log(narrow_s[first] + wide_s[second])
             if best is None or score > best[0]:
                 best = score, first, second
     if best is None:
@@ -133,7 +139,10 @@ class _Curve:
     def of(cls, bids: Sequence[Bid], members: Sequence[int]) -> _Curve:
         most = max(bids[i].most for i in members)
         least = max((bids[i].most for i in members if bids[i].forced), default=0)
-        gains = [sum(math.log(bids[i].tokens[min(width, bids[i].most)]) for i in members) for width in range(most + 1)]
+        gains = [0.0] * (most + 1)
+        for i in members:
+            logs = [math.log(tokens) if tokens != 1.0 else 0.0 for tokens in bids[i].tokens]
+            gains = [gain + logs[min(width, bids[i].most)] for width, gain in enumerate(gains)]
         return cls(gains, least)
 
 
@@ -174,8 +183,8 @@ class Joint:
     """What a tick with these drafts saves, if nobody had to wait for them."""
 
 
-def ask_together(hopes: Sequence[Hope], sequences: int, costs: Costs, accept: Callable[[Joint], bool]) -> Joint:
-    """The best number of drafts and who should ask for them; `accept` chooses between what is nearly as good.
+def ask_together(hopes: Sequence[Hope], sequences: int, costs: Costs, before: int = 0) -> Joint:
+    """The best number of drafts and who should ask for them. before: the number that is kept while it is nearly as good.
 
     hopes: of those that can ask, of `sequences` that run. With s_i(j) and P_i(j) their survival and offers, m of them asking
     for k drafts bring
@@ -187,41 +196,41 @@ def ask_together(hopes: Sequence[Hope], sequences: int, costs: Costs, accept: Ca
     """
     order = sorted(range(len(hopes)), key=lambda i: -sum(hopes[i].survival))
     plain_s = costs.plain_batch_s(sequences)
-    best = Joint(plain_s=plain_s)
-    kept = best
     most = max((len(hope.survival) for hope in hopes), default=0)
     shared = [costs.batch_s(sequences, 1 + j) for j in range(most + 1)]
-    tokens = [[1.0] * (most + 1) for _ in hopes]
-    for i, hope in enumerate(hopes):
-        for k in range(1, most + 1):
-            tokens[i][k] = tokens[i][k - 1] + (hope.survival[k - 1] if k <= len(hope.survival) else 0.0)
     nobody = [1.0] * (most + 1)
     value = [0.0] * (most + 1)
+    wait_s = [0.0] * (most + 1)
+    best = kept = (0.0, 0, 0, 0.0, 0.0, 0.0)
     for count, i in enumerate(order, 1):
         hope = hopes[i]
         own = [costs.batch_s(count, 1 + j) for j in range(most + 1)] if count < sequences else shared
         rest_s = costs.batch_s(sequences - count, 1) if count < sequences else math.inf
-        shared_s, own_s = shared[0], own[0] + rest_s
+        shared_s, own_s, tokens, reach = shared[0], own[0] + rest_s, 1.0, len(hope.survival)
         for k in range(1, most + 1):
-            nobody[k] *= 1.0 - (hope.offered[k - 1] if k <= len(hope.offered) else 0.0)
-            value[k] += math.log(tokens[i][k])
+            if k <= reach:
+                tokens += hope.survival[k - 1]
+                nobody[k] *= 1.0 - hope.offered[k - 1]
+            value[k] += math.log(tokens)
+            wait_s[k] = max(wait_s[k], hope.delay_s + k * hope.draft_s)
             shared_s += (1.0 - nobody[k]) * (shared[k] - shared[k - 1])
             own_s += (1.0 - nobody[k]) * (own[k] - own[k - 1])
             seconds = min(shared_s, own_s)
-            wait_s = max(max(0.0, hopes[j].delay_s + k * hopes[j].draft_s) for j in order[:count])
-            faster = math.exp(value[k] / sequences)
-            joint = Joint(
-                askers=tuple(order[:count]),
-                drafts=k,
-                gain=faster * plain_s / max(seconds + wait_s, 1e-9),
-                tokens=math.exp(value[k] / count),
-                forward_s=seconds,
-                wait_s=wait_s,
-                plain_s=plain_s,
-                saved_s=faster * plain_s - seconds,
-            )
-            if joint.gain > best.gain:
-                best = joint
-            if accept(joint) and joint.gain > kept.gain:
-                kept = joint
-    return kept if kept.gain * 1.03 >= best.gain else best
+            gain = math.exp(value[k] / sequences) * plain_s / max(seconds + wait_s[k], 1e-9)
+            if gain > best[0]:
+                best = gain, count, k, seconds, wait_s[k], value[k]
+            if k == before and gain > kept[0]:
+                kept = gain, count, k, seconds, wait_s[k], value[k]
+    gain, count, drafts, seconds, waits_s, logs = kept if kept[0] * _GAIN_TO_CHANGE >= best[0] else best
+    if not count:
+        return Joint(plain_s=plain_s)
+    return Joint(
+        askers=tuple(order[:count]),
+        drafts=drafts,
+        gain=gain,
+        tokens=math.exp(logs / count),
+        forward_s=seconds,
+        wait_s=waits_s,
+        plain_s=plain_s,
+        saved_s=math.exp(logs / sequences) * plain_s - seconds,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -101,6 +101,7 @@ class SimulatedEngine:
     rollback: Rollback = field(default_factory=lambda: Rollback("trim", ""))
     prefill_costs: dict[int, float] = field(default_factory=lambda: {n: ms * MS for n, ms in CHUNKS.items() if n <= 64})
     batch_costs: dict[tuple[int, int], float] | None = field(default_factory=dict)
+    begun: frozenset[int] = frozenset()
     lost: set[int] = field(default_factory=set)
     prefilled: int = 0
     pace: float = 1.0
@@ -120,6 +121,14 @@ class SimulatedEngine:
             await asyncio.sleep(chunk_s(len(ids), self.caches[slot]))
             self.caches[slot] += len(ids)
             self.prefilled += len(ids)
+
+    async def prefill_together(self, chunks: Mapping[int, Sequence[int]]) -> None:
+        width = max(map(len, chunks.values()))
+        async with self._lock:
+            await asyncio.sleep(chunk_s(width * len(chunks), max(self.caches[slot] for slot in chunks)))
+            for slot, ids in chunks.items():
+                self.caches[slot] += len(ids)
+                self.prefilled += len(ids)
 
     async def forward(self, windows: Sequence[Window]) -> list[Choice]:
         async with self._lock:

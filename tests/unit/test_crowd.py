@@ -106,34 +106,30 @@ def hope(rate: float, delay_ms: float = 2.0, drafts: int = 15) -> Hope:
     return Hope(survival, (1.0,) * drafts, delay_ms * MS, 0.0)
 
 
-def any_width(joint: Joint) -> bool:
-    return False
-
-
 def test_who_asks_is_who_brings_more_than_it_costs_all() -> None:
     costs = smollm2()
-    alone = ask_together([hope(0.8)], 1, costs, any_width)
+    alone = ask_together([hope(0.8)], 1, costs)
     assert (alone.askers, alone.gain > 1.5) == ((0,), True)
-    crowded = ask_together([hope(0.8)], 8, costs, any_width)
+    crowded = ask_together([hope(0.8)], 8, costs)
     assert crowded.gain < 1.0, "one of eight asks nothing"
-    mixed = ask_together([hope(0.95), hope(0.0), hope(0.95), hope(0.02)], 4, costs, any_width)
+    mixed = ask_together([hope(0.95), hope(0.0), hope(0.95), hope(0.02)], 4, costs)
     assert set(mixed.askers) >= {0, 2}
     assert mixed.gain > 1.2
-    assert ask_together([hope(0.9, delay_ms=500)], 1, costs, any_width).gain < 1.0
-    assert ask_together([], 3, costs, any_width) == Joint(plain_s=costs.plain_batch_s(3))
+    assert ask_together([hope(0.9, delay_ms=500)], 1, costs).gain < 1.0
+    assert ask_together([], 3, costs) == Joint(plain_s=costs.plain_batch_s(3))
 
 
 def test_a_width_that_is_nearly_as_good_is_kept() -> None:
     costs = smollm2()
-    best = ask_together([hope(0.8)], 1, costs, any_width)
+    best = ask_together([hope(0.8)], 1, costs)
     near = best.drafts + 1
-    assert ask_together([hope(0.8)], 1, costs, lambda one: one.drafts == near).drafts == near
-    assert ask_together([hope(0.8)], 1, costs, lambda one: one.drafts == 1).drafts == best.drafts
+    assert ask_together([hope(0.8)], 1, costs, near).drafts == near
+    assert ask_together([hope(0.8)], 1, costs, 1).drafts == best.drafts
 
 
 def test_one_formula_for_one_and_for_many() -> None:
     """Where all are alike, the gain of eight is that of one with eight's costs."""
-    joint = ask_together([hope(0.9)] * 8, 8, smollm2(), any_width)
+    joint = ask_together([hope(0.9)] * 8, 8, smollm2())
     tokens = sum(0.9**j for j in range(joint.drafts + 1))
     seconds = smollm2().batch_s(8, 1 + joint.drafts) + 2 * MS
     assert joint.gain == pytest.approx(tokens / seconds * smollm2().plain_batch_s(8))
