@@ -25,6 +25,10 @@ from target_service.window import Choice, Window
 _MEASURED_CHUNKS = (4, 16, 64)
 
 
+class CacheLost(InternalError):
+    """A forward of sequences whose caches another forward has taken with it. Nobody here is at fault."""
+
+
 @dataclass(slots=True)
 class Slot:
     """One sequence. The cache and `ahead` are touched on the compute thread only."""
@@ -166,6 +170,8 @@ class Engine:
         mx.clear_cache()
 
     def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
+        if any(slot.lost for slot, _ in work):
+            raise CacheLost("a cache was lost in a forward that failed", reason="CACHE_LOST")
         try:
             return self._run(work)
         except Exception:

@@ -14,7 +14,7 @@ from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
 from target_service.crowd import Crowd
 from target_service.drafts import DraftSource
-from target_service.engine import Engine
+from target_service.engine import CacheLost, Engine
 from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.sequence import Sequence
 
@@ -181,8 +181,9 @@ class Scheduler:
         Alone in it, a sequence is at fault and ends. Those that shared it run their next round alone each, once; a fault that
         appears in company only ends them at the third time.
         """
-        guilty = failed if len(failed) == 1 else [one for one in failed if one.faulted() >= _MOST_FAULTS]
-        self.fail(guilty, error)
+        if not isinstance(error, CacheLost):
+            guilty = failed if len(failed) == 1 else [one for one in failed if one.faulted() >= _MOST_FAULTS]
+            self.fail(guilty, error)
         for sequence in list(self._running):
             gone = touched and sequence in failed
             if sequence.slot is None or (self._engine.intact(sequence.slot) and not gone):

@@ -18,6 +18,7 @@ from target_service.controller import Auto, Controller, Off, Profile
 from target_service.costs import Costs
 from target_service.crowd import Crowd
 from target_service.drafts import Answer, DraftSource, Lost, NoDrafts, SourceReport
+from target_service.engine import CacheLost
 from target_service.ledger import Ledger, Released
 from target_service.params import Choosing, Drafting, Generation, Stopping
 from target_service.rounds import run_rounds
@@ -132,6 +133,8 @@ class SimulatedEngine:
 
     async def forward(self, windows: Sequence[Window]) -> list[Choice]:
         async with self._lock:
+            if any(window.slot in self.lost for window in windows):
+                raise CacheLost("lost")
             began_s = now_s()
             width = max(window.rows for window in windows)
             plain = all(window.ahead for window in windows)
@@ -146,7 +149,6 @@ class SimulatedEngine:
             self.forwards.append((len(windows), width))
             choices = []
             for window in windows:
-                assert window.slot not in self.lost, "a cache was used that cannot be trusted"
                 position = self.caches[window.slot] + 1
                 ids = tuple(truth(position + row) for row in range(window.rows))
                 self.caches[window.slot] += window.rows
@@ -284,9 +286,16 @@ class House:
         await self._loop
 
     def stream(
-        self, prompt: int, tokens: int, *, source: DraftSource | None = None, priority: int = 0, drafts: int = 16
+        self,
+        prompt: int,
+        tokens: int,
+        *,
+        source: DraftSource | None = None,
+        controller: Controller | None = None,
+        priority: int = 0,
+        drafts: int = 16,
     ) -> tuple[Stream, asyncio.Task[None]]:
-        """Submits a request with a prompt of so many ids. source: with it, drafting is automatic."""
+        """Submits a request with a prompt of so many ids. source: with it, drafting is automatic unless told otherwise."""
         generation = Generation(
             request_id="simulated",
             prompt=tuple(truth(position) for position in range(prompt)),
@@ -295,8 +304,9 @@ class House:
             drafting=Drafting(max_drafts=drafts),
             priority=priority,
         )
-        controller: Controller = Off("off")
-        if source is not None:
+        if controller is None and source is None:
+            controller = Off("off")
+        elif controller is None:
             controller = Auto(drafts, timeout_s=0.5, profiles=lambda _: self.profile)
         ledger = Ledger(generation.prompt, generation.stopping, lambda _: b"x")
         stream = Stream(Live(generation, ledger, controller))

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from simulation import MS, House, SimulatedEngine, Stream, chunk_s, now_s, simulated
+from simulation import MS, DelayedSource, House, SimulatedEngine, Stream, chunk_s, now_s, simulated, truth
 
 from draftwire.errors import InternalError
+from target_service.controller import Fixed
 from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.window import Window
 
@@ -253,9 +254,36 @@ def test_bystanders_of_a_forward_that_fails_go_on(monkeypatch: pytest.MonkeyPatc
     simulated(monkeypatch, run())
 
 
-def _ids(count: int) -> list[int]:
-    from simulation import truth
+def test_the_second_forward_of_a_tick_outlives_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide sequence among plain ones makes two forwards a tick. Where the narrow one fails, the wide one's cache is gone."""
+    engine = SimulatedEngine()
+    failures = [True]
 
+    def fails(windows: Sequence[Window]) -> None:
+        if len(engine.forwards) > 20 and len(windows) > 4 and failures:
+            failures.clear()
+            raise Broken
+
+    engine.fails = fails
+
+    async def run() -> None:
+        async with House(engine) as house:
+            right = DelayedSource(
+                lambda position, asked: [truth(p) for p in range(position, position + asked)], lambda _: 0.0
+            )
+            streams = [house.stream(12, 200, source=right, controller=Fixed(7, 0.5))]
+            streams += [house.stream(12, 60) for _ in range(7)]
+            await asyncio.gather(*(reading for _, reading in streams))
+            assert all(stream.error is None for stream, _ in streams)
+            assert streams[0][0].sequence.ledger.ids == _ids(212)
+
+    simulated(monkeypatch, run())
+    assert not failures
+    assert (7, 1) in engine.forwards
+    assert (1, 8) in engine.forwards
+
+
+def _ids(count: int) -> list[int]:
     return [truth(position) for position in range(count)]
 
 
