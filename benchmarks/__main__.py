@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks import bookkeeping, concurrency, drafting, grammar, lookup, overhead, prefix
+from benchmarks import bookkeeping, concurrency, drafting, fairness, grammar, lookup, overhead, prefix
 from benchmarks.report import Report
 
 BENCHMARKS: dict[str, Callable[[Console], Report]] = {
     "bookkeeping": bookkeeping.run,
     "concurrency": concurrency.run,
     "drafting": drafting.run,
+    "fairness": fairness.run,
     "grammar": grammar.run,
     "lookup": lookup.run,
     "overhead": overhead.run,

@@ -18,7 +18,9 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from draftwire.errors import InternalError
 
 CAPACITY_STEP: Final = 256
-_CLASSES: Final = (1, 2, 4, 8, 16)
+# Up to here a pool has as many slots as rows, beyond it an even number: what a slot more costs in copies when somebody joins
+# is little beside reading that somebody's prompt, and memory is what bounds how many there are.
+_MOST_EXACT: Final = 16
 # Keys that a forward looks at come in steps, so that few shapes occur; a multiple of every vector width, so that sums over
 # masked keys fall into the same lanes whatever the number of keys.
 _EXTENT_STEP: Final = 64
@@ -41,13 +43,24 @@ class _Forward:
     """What all layers share in one forward."""
 
     offsets: mx.array
-    """(slots,) int32: lengths before it."""
+    """(rows,) int32: lengths before it."""
     after: mx.array
-    """(slots,) int32: lengths plus the width."""
+    """(rows,) int32: lengths plus the width."""
     positions: mx.array
-    """(slots, 1, width, 1) int32: where each row's window goes."""
+    """(rows, 1, width, 1) int32: where each row's window goes."""
     extent: int
     """Keys [0, extent) are looked at."""
+    places: tuple[int, ...]
+    """Which rows of the arrays take part, in the order of the model's input."""
+    scattered: tuple[mx.array, mx.array] | None
+    """(rows, 1) and (rows, width): row and position of each key to write; None where every row takes part."""
+
+    def seen(self, array: mx.array) -> mx.array:
+        """(rows, heads, extent, dim): what the rows of this forward see of a layer's array. A view where they lie together."""
+        first, last = self.places[0], self.places[-1]
+        if last - first + 1 == len(self.places):
+            return array[first : last + 1, :, : self.extent]
+        return mx.take(array[:, :, : self.extent], mx.array(self.places, dtype=mx.int32), axis=0)
 
 
 class WindowedKVCache(KVCache):
@@ -77,24 +90,23 @@ class RaggedLayer:
         self._window = window
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes each row's window at its own length. keys, values: (slots, heads, width, dim)."""
+        """Writes each row's window at its own length. keys, values: (rows, heads, width, dim)."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self._pool.empty(keys), self._pool.empty(values)
         now = self._pool.forward
-        self.keys = mx.put_along_axis(self.keys, now.positions, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, now.positions, values, axis=2)
+        self.keys, self.values = _written(self.keys, keys, now), _written(self.values, values, now)
         self.offset = now.after
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """(slots, heads, extent, dim) each."""
+        """(rows, heads, extent, dim) each, for the rows of the forward."""
         assert self.keys is not None
         assert self.values is not None
-        extent = self._pool.forward.extent
-        return self.keys[:, :, :extent], self.values[:, :, :extent]
+        now = self._pool.forward
+        return now.seen(self.keys), now.seen(self.values)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        """(slots, 1, N, extent) booleans, always an array: rows differ."""
+        """(rows, 1, N, extent) booleans, always an array: rows differ."""
         return self._pool.mask(N, window_size or self._window)
 
     def begin(self, offset: mx.array | int) -> None:
@@ -119,8 +131,9 @@ class RaggedLayer:
 class RaggedPool:
     """The caches of all layers of many sequences. The caller runs forwards over all rows: `begin`, the model, `written`.
 
-    `slots` is a class (1, 2, 4, 8, 16, then multiples of 16) and `capacity` a multiple of 256; arrays are copied, layer by
-    layer, only when one of them changes. Free rows are parked at length 0: a forward writes into them, nobody reads it.
+    `slots` is a class (`slot_class`) and `capacity` a multiple of 256; arrays are copied, layer by layer, only when one of them
+    changes. A forward covers every slot or some rows; free ones that take part are parked at length 0: it writes into them,
+    nobody reads it.
     """
 
     def __init__(self, prototype: Sequence[Any], *, exact_slots: bool = False) -> None:
@@ -162,26 +175,47 @@ class RaggedPool:
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Makes room for `rows` rows in all and `capacity` positions, in one copy. Never shrinks."""
-        slots = max(self.slots, self._class_of(max(rows, 1)))
-        capacity = max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
-        if (slots, capacity) != (self.slots, self.capacity):
-            self._repack(slots, capacity)
+        size = self._size_for(rows, capacity)
+        if size != (self.slots, self.capacity):
+            self._repack(*size)
 
     def join(self, caches: Sequence[Any], length: int) -> PoolRow:
         """Copies a sequence's own caches (batch 1, `length` positions, in time order) into a free row."""
-        self.reserve(len(self.rows) + 1, length + 1)
-        index = self._rows.index(None)
-        end = max(length, self._reach[index])
-        for layer, cache in zip(self._flat, flat(caches), strict=True):
-            if layer.keys is None and cache.keys is not None:
-                layer.state = self.empty(cache.keys), self.empty(cache.values)
-            if layer.keys is not None and layer.values is not None and end:
-                layer.keys = _put_row(layer.keys, cache.keys, index, (length, end))
-                layer.values = _put_row(layer.values, cache.values, index, (length, end))
-                mx.eval(layer.keys, layer.values)
-        self._reach[index] = length
-        row = self._rows[index] = PoolRow(index, length)
-        return row
+        return self.join_all([(caches, length)], length + 1)[0]
+
+    def join_all(self, joining: Sequence[tuple[Sequence[Any], int]], capacity: int) -> list[PoolRow]:
+        """Copies sequences' own caches into free rows, after making room for them and for `capacity` positions.
+
+        Layer by layer, and each layer of a cache is emptied once it is copied: the peak is the larger pool and one layer.
+        """
+        size = self._size_for(len(self.rows) + len(joining), max([capacity, *(length for _, length in joining)]))
+        old = [row.index for row in self.rows] if size != (self.slots, self.capacity) else None
+        if old is not None:
+            self._renumber(*size)
+        rows = []
+        for _, length in joining:
+            index = self._rows.index(None)
+            self._rows[index] = row = PoolRow(index, length)
+            rows.append(row)
+        sources = [list(flat(caches)) for caches, _ in joining]
+        for number, layer in enumerate(self._flat):
+            if old is not None:
+                self._resize(layer, old)
+            for row, own in zip(rows, sources, strict=True):
+                cache = own[number]
+                end = max(row.length, self._reach[row.index])
+                if layer.keys is None and cache.keys is not None:
+                    layer.state = self.empty(cache.keys), self.empty(cache.values)
+                if layer.keys is not None and layer.values is not None and end:
+                    layer.keys = _put_row(layer.keys, cache.keys, row.index, (row.length, end))
+                    layer.values = _put_row(layer.values, cache.values, row.index, (row.length, end))
+                    mx.eval(layer.keys, layer.values)
+                cache.keys = cache.values = None
+        for row in rows:
+            self._reach[row.index] = row.length
+        if old is not None:
+            mx.clear_cache()
+        return rows
 
     def leave(self, row: PoolRow) -> None:
         """Frees a row. Nothing moves; the arrays go when nobody is left."""
@@ -207,26 +241,41 @@ class RaggedPool:
             raise InternalError(f"cache has {row.length} positions, cannot keep {length}", reason="CACHE_LENGTH")
         row.length = length
 
-    def begin(self, width: int) -> None:
-        """Prepares a forward over `width` positions of every row, free ones too. Grows the capacity where it is needed."""
-        lengths = [row.length if row is not None else 0 for row in self._rows]
-        end = max(lengths, default=0) + width
+    def begin(self, width: int, rows: Sequence[PoolRow] | None = None) -> list[int]:
+        """Prepares a forward over `width` positions of `rows`, of every slot by default. Grows the capacity where it must.
+
+        Returns the index of each row of the model's input: free ones between those that were named take part.
+        """
+        end = max((row.length for row in (self.rows if rows is None else rows)), default=0) + width
         if end > self.capacity:
             self.reserve(len(self.rows), end)
+        places = list(range(self.slots)) if rows is None else self._places(rows)
+        lengths = [row.length if (row := self._rows[place]) is not None else 0 for place in places]
         # mlx writes past an array's end in silence, into the next row or beyond: this is the only guard.
-        if not lengths or end > self.capacity or len(lengths) != self.slots:
+        if not places or end > self.capacity or len(self._rows) != self.slots:
             raise InternalError(
                 f"a window would end at {end} of {self.capacity} positions in {self.slots} slots", reason="CACHE_LENGTH"
             )
-        self._reach = [max(reach, length + width) for reach, length in zip(self._reach, lengths, strict=True)]
+        for place, length in zip(places, lengths, strict=True):
+            self._reach[place] = max(self._reach[place], length + width)
         offsets = mx.array(lengths, dtype=mx.int32)
-        positions = (offsets[:, None] + mx.arange(width, dtype=mx.int32)[None])[:, None, :, None]
-        extent = min(self.capacity, -(-end // _EXTENT_STEP) * _EXTENT_STEP)
-        self._forward = _Forward(offsets=offsets, after=offsets + width, positions=positions, extent=extent)
+        columns = offsets[:, None] + mx.arange(width, dtype=mx.int32)[None]
+        scattered = None
+        if len(places) < self.slots:
+            scattered = mx.array(places, dtype=mx.int32)[:, None], columns
+        self._forward = _Forward(
+            offsets=offsets,
+            after=offsets + width,
+            positions=columns[:, None, :, None],
+            extent=min(self.capacity, -(-end // _EXTENT_STEP) * _EXTENT_STEP),
+            places=tuple(places),
+            scattered=scattered,
+        )
         self._masks.clear()
         self._roomy = self._roomy + 1 if self._wanted(width) != (self.slots, self.capacity) else 0
         for layer in self._flat:
             layer.begin(offsets)
+        return places
 
     def written(self, row: PoolRow, positions: int) -> None:
         """Books positions of a row that the last forward wrote and that may stand; its padding is not booked."""
@@ -287,7 +336,7 @@ class RaggedPool:
         return mx.zeros((self.slots, like.shape[1], self.capacity, like.shape[3]), dtype=like.dtype)
 
     def mask(self, width: int, window: int | None) -> mx.array:
-        """(slots, 1, width, extent); made once a forward."""
+        """(rows, 1, width, extent); made once a forward."""
         found = self._masks.get((width, window))
         if found is None:
             now = self.forward
@@ -303,24 +352,42 @@ class RaggedPool:
             return CacheList(*(self._mirror(one) for one in cache.caches))  # type: ignore[no-untyped-call]
         return RaggedLayer(self, cache.max_size if isinstance(cache, RotatingKVCache) else None)
 
+    def _size_for(self, rows: int, capacity: int) -> tuple[int, int]:
+        """Slots and capacity that hold so much, and no less than there is."""
+        slots = max(self.slots, self._class_of(max(rows, 1)))
+        return slots, max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+
+    def _places(self, rows: Sequence[PoolRow]) -> list[int]:
+        """The indices of these rows, in order, and of the free rows between them where nobody else lies there."""
+        own = sorted(row.index for row in rows)
+        span = range(own[0], own[-1] + 1) if own else range(0)
+        between = set(span) - set(own)
+        return own if any(self._rows[index] is not None for index in between) else list(span)
+
     def _repack(self, slots: int, capacity: int) -> None:
         """Copies everything into arrays of another size, rows in order and without gaps."""
-        rows = self.rows
-        order = [row.index for row in rows]
+        old = [row.index for row in self.rows]
+        self._renumber(slots, capacity)
         for layer in self._flat:
-            # One layer at a time: the peak is the pool and one layer, not two pools.
-            if layer.keys is not None and layer.values is not None:
-                layer.state = (
-                    _resized(layer.keys, order, slots, capacity),
-                    _resized(layer.values, order, slots, capacity),
-                )
-                mx.eval(layer.keys, layer.values)
-        self._reach = [min(self._reach[index], capacity) for index in order] + [0] * (slots - len(order))
+            self._resize(layer, old)
+        mx.clear_cache()
+
+    def _renumber(self, slots: int, capacity: int) -> None:
+        """Books the new size; the arrays follow, one by one."""
+        rows = self.rows
+        self._reach = [min(self._reach[row.index], capacity) for row in rows] + [0] * (slots - len(rows))
         for index, row in enumerate(rows):
             row.index = index
         self._rows = [*rows, *([None] * (slots - len(rows)))]
         self.slots, self.capacity, self._roomy, self._forward = slots, capacity, 0, None
-        mx.clear_cache()
+
+    def _resize(self, layer: RaggedLayer, order: Sequence[int]) -> None:
+        """One layer at a time, keys before values: the peak is the pool and one array, not two pools."""
+        if layer.keys is not None and layer.values is not None:
+            layer.keys = _resized(layer.keys, order, self.slots, self.capacity)
+            mx.eval(layer.keys)
+            layer.values = _resized(layer.values, order, self.slots, self.capacity)
+            mx.eval(layer.values)
 
 
 def unpoolable(prototype: Sequence[Any]) -> str:
@@ -354,7 +421,7 @@ def prefill_caches(prototype: Sequence[Any]) -> list[Any]:
 
 def slot_class(rows: int) -> int:
     """The slots that a pool of so many rows has."""
-    return next((size for size in _CLASSES if size >= rows), -(-rows // _CLASSES[-1]) * _CLASSES[-1])
+    return rows if rows <= _MOST_EXACT else rows + rows % 2
 
 
 def shape_for(rows: int, positions: int) -> tuple[int, int]:
@@ -369,6 +436,18 @@ def flat(layers: Sequence[Any]) -> Iterator[Any]:
             yield from flat(layer.caches)
         else:
             yield layer
+
+
+def _written(array: mx.array, window: mx.array, now: _Forward) -> mx.array:
+    """The array with window (rows, heads, width, dim) at each row's own positions; in place where nobody else has it."""
+    if now.scattered is None:
+        return mx.put_along_axis(array, now.positions, window, axis=2)
+    rows, columns = now.scattered
+    # Another name for the same array, without a copy: whoever holds the old one (`checkpoint`) keeps it as it is.
+    array = array[...]
+    # An index array on each side of the slice brings the two to the front: (rows, width, heads, dim).
+    array[rows, :, columns] = window.transpose(0, 2, 1, 3)
+    return array
 
 
 def _put_row(array: mx.array, own: mx.array | None, index: int, span: tuple[int, int]) -> mx.array:

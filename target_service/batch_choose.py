@@ -42,7 +42,7 @@ class PendingBatch:
     def __init__(self, logits: mx.array, parts: Sequence[Part], gap: float = 0.0) -> None:
         """logits: (slots, width, vocab); a part's window takes the first rows of its slot. gap: as `choose` has it."""
         self._slots = logits.shape[0]
-        self._parts = parts
+        self.parts = parts
         self._single: dict[int, PendingChoice] = {}
         self._best: mx.array | None = None
         self._scores: mx.array | None = None
@@ -66,7 +66,7 @@ class PendingBatch:
         if not self._single and self._best is not None:
             return self._best[:, :1]
         column = [mx.zeros((1,), dtype=mx.uint32)] * self._slots
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             choice = self._single.get(number)
             if choice is not None:
                 column[part.index] = choice.ids[:1]
@@ -81,7 +81,7 @@ class PendingBatch:
         scores = cast("list[list[float]]", self._scores.tolist()) if self._scores is not None else []
         close = cast("list[list[int]]", self._close.tolist()) if self._close is not None else []
         read_back: list[Chosen | InternalError] = []
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             choice = self._single.get(number)
             try:
                 if choice is not None:

@@ -1,6 +1,6 @@
 """The engine that runs all live sequences in one forward, over a ragged pool. Everything but the forward is `Engine`'s.
 
-A forward is a rectangle: every slot takes part, with its pending token alone when it has no drafts, padded to the widest.
+A forward is a rectangle over the windows that it is given, padded to the widest; other sequences' rows stay as they are.
 Methods with a leading underscore run on the compute thread.
 """
 
@@ -26,8 +26,8 @@ from target_service.engine import Engine, Slot
 from target_service.params import Choosing
 from target_service.window import Choice, Window
 
-_FOLLOW = 0.1
 _MEASURED_SLOTS = (2, 4, 8)
+_MEASURED_WIDTHS = (1, 2, 4, 8)
 Work = Sequence[tuple[Slot, Window]]
 
 
@@ -39,6 +39,8 @@ class _Flight:
     logits: mx.array | None
     """Where a constraint's choice is built while they compute, or later, when the ids before them are known."""
     choice: PendingBatch | None
+    places: list[int]
+    """Rows of the pool that it covers, free ones between the slots' included: one a row of the model's input."""
     width: int
     began_s: float
     last_keys: mx.array | None
@@ -56,8 +58,7 @@ class BatchEngine(Engine):
         """loaded: a model that `batch_probe` found fit."""
         super().__init__(compute, loaded)
         self.batching = "ragged"
-        self.batch_costs: dict[tuple[int, int], float] = {}
-        """(slots, width) -> seconds of a forward, from warm-up and followed while serving."""
+        self.batch_costs = {}
         self._made_pool: RaggedPool | None = None
         self._ahead: _Flight | None = None
         self._seated: list[Slot] = []
@@ -112,29 +113,19 @@ class BatchEngine(Engine):
             slot.cache.written(len(ids))
         pool.clear()
 
-    def _forward(self, work: Work) -> list[Choice]:
-        lost = [slot.row is None and slot.cache.length != slot.keep for slot, _ in work]
-        alive = [item for item, gone in zip(work, lost, strict=True) if not gone]
+    def _run(self, work: Work) -> list[Choice]:
         try:
-            landed = iter(self._fly(alive) if alive else ())
+            flight = self._take_ahead(work)
+            if flight is None:
+                flight = self._start(work)
+            if all(window.ahead or window.likely for _, window in work) and self._pool.fits(1):
+                self._begin_ahead(flight, work)
+            chosen = self._finish(flight)
         except Exception:
             self._lose_all()
             raise
-        missing = Choice((), None, 0.0, time.perf_counter(), InternalError("the cache was lost in a failed forward"))
-        return [missing if gone else next(landed) for gone in lost]
-
-    def _fly(self, work: Work) -> list[Choice]:
-        flight = self._take_ahead(work)
-        began_ahead = flight is not None
-        if flight is None:
-            flight = self._start(work)
-        if all(window.ahead or window.likely for _, window in work) and self._pool.fits(1):
-            self._begin_ahead(flight, work)
-        chosen = self._finish(flight)
         now_s = time.perf_counter()
         forward_s = now_s - flight.began_s
-        if not began_ahead:
-            self._observe((self._pool.slots, flight.width), forward_s)
         by_slot = {id(slot): one for slot, one in zip(flight.slots, chosen, strict=True)}
         return [_as_choice(by_slot[id(slot)], forward_s, now_s) for slot, _ in work]
 
@@ -142,30 +133,32 @@ class BatchEngine(Engine):
         """Seats who has come, and builds the forward of everybody's window."""
         self._drop_ahead()
         pool = self._pool
-        for slot in self._seated:
+        for slot, _ in work:
             if slot.row is not None:
                 pool.truncate(slot.row, slot.keep)
         width = max(window.rows for _, window in work)
         self._seat([slot for slot, _ in work if slot.row is None], width)
         pool.fit(width)
         began_s = time.perf_counter()
-        pool.begin(width)
-        ids = [[0] * width for _ in range(pool.slots)]
+        places = pool.begin(width, [slot.row for slot, _ in work if slot.row is not None])
+        ids = [[0] * width for _ in places]
         parts = []
         for slot, window in work:
             assert slot.row is not None
             own = [window.pending, *window.drafts]
+            place = slot.row.index - places[0] if places[-1] - places[0] < len(places) else places.index(slot.row.index)
             # Padding repeats an id that the model takes anyway: an id of its own might bring a NaN into the row.
-            ids[slot.row.index] = own + own[-1:] * (width - len(own))
-            parts.append(Part(slot.row.index, slot.choosing, window))
+            ids[place] = own + own[-1:] * (width - len(own))
+            parts.append(Part(place, slot.choosing, window))
         logits = self._model(mx.array(ids), cache=pool.layers)
         for slot, window in work:
             assert slot.row is not None
             pool.written(slot.row, window.rows)
+        slots = [slot for slot, _ in work]
         constrained = any(window.limits is not None for _, window in work)
         choice = None if constrained else PendingBatch(logits, parts, self.near_tie_gap)
         late = logits if constrained else None
-        flight = _Flight([slot for slot, _ in work], late, choice, width, began_s, pool.last_keys())
+        flight = _Flight(slots, late, choice, places, width, began_s, pool.last_keys())
         self._hand_over(flight)
         if constrained:
             self._choose_late(flight, work)
@@ -177,7 +170,7 @@ class BatchEngine(Engine):
         parts = []
         for slot, window in work:
             assert slot.row is not None
-            parts.append(Part(slot.row.index, slot.choosing, window))
+            parts.append(Part(flight.places.index(slot.row.index), slot.choosing, window))
         flight.slots = [slot for slot, _ in work]
         flight.choice = PendingBatch(flight.logits, parts, self.near_tie_gap)
         mx.async_eval(flight.choice.arrays())  # type: ignore[no-untyped-call]
@@ -186,10 +179,10 @@ class BatchEngine(Engine):
         if not joining:
             return
         pool = self._pool
-        lengths = [row.length for row in pool.rows] + [slot.cache.length for slot in joining]
-        pool.reserve(len(lengths), max(lengths) + width)
-        for slot in joining:
-            slot.row = pool.join(slot.cache.cache.layers, slot.cache.length)
+        longest = max([row.length for row in pool.rows] + [slot.cache.length for slot in joining])
+        rows = pool.join_all([(slot.cache.cache.layers, slot.cache.length) for slot in joining], longest + width)
+        for slot, row in zip(joining, rows, strict=True):
+            slot.row = row
             self._seated.append(slot)
             slot.cache.cache.layers.clear()
         mx.clear_cache()
@@ -202,24 +195,29 @@ class BatchEngine(Engine):
         pool = self._pool
         assert flight.choice is not None
         undo = pool.checkpoint()
-        pool.begin(1)
+        if pool.begin(1, [slot.row for slot, _ in work if slot.row is not None]) != flight.places:
+            # Somebody has left since it was begun; its ids are not the next one's input.
+            return
         logits = self._model(flight.choice.first_ids(), cache=pool.layers)
         parts = []
-        for slot, window in work:
-            assert slot.row is not None
-            after = Window(slot=window.slot, pending=0, first_step=window.first_step + 1)
-            parts.append(Part(slot.row.index, slot.choosing, after))
+        staying = {window.slot for _, window in work}
+        for part in flight.choice.parts:
+            if part.window.slot not in staying:
+                continue
+            after = Window(slot=part.window.slot, pending=0, first_step=part.window.first_step + 1)
+            parts.append(Part(part.index, part.choosing, after))
         constrained = any(window.limits is not None for _, window in work)
         sure = all(window.ahead for _, window in work)
         self._ahead = _Flight(
-            [slot for slot, _ in work],
+            [slot for slot in flight.slots if any(slot is one for one, _ in work)],
             logits if constrained else None,
             None if constrained else PendingBatch(logits, parts, self.near_tie_gap),
+            flight.places,
             1,
             0.0,
             pool.last_keys(),
             undo,
-            frozenset(window.slot for _, window in work) if sure else frozenset(),
+            frozenset(staying) if sure else frozenset(),
         )
         del undo
         if not sure:
@@ -277,10 +275,6 @@ class BatchEngine(Engine):
             self._drop_ahead()
         return chosen
 
-    def _observe(self, shape: tuple[int, int], seconds: float) -> None:
-        usual = self.batch_costs.setdefault(shape, seconds)
-        self.batch_costs[shape] = usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
-
     def _copy(self, slot: Slot) -> SequenceCache:
         if slot.row is None:
             return slot.cache.cache
@@ -318,7 +312,7 @@ class BatchEngine(Engine):
         self._ahead = None
         self._pool.clear()
         for slot in self._seated:
-            slot.row = None
+            slot.row, slot.lost = None, True
         self._seated.clear()
 
     def _unload(self) -> None:
@@ -332,16 +326,22 @@ class BatchEngine(Engine):
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         costs = super()._prepare(rows)
-        self.batch_costs |= {(1, count): seconds for count, seconds in costs.items()}
+        self.batch_costs = {(1, count): seconds for count, seconds in costs.items()}
         for size in _MEASURED_SLOTS:
-            work = [(self._empty(Choosing()), Window(slot=n, pending=0, first_step=0)) for n in range(size)]
-            self._forward(work)
-            for slot, _ in work:
-                slot.keep = 0
-            self.batch_costs[size, 1] = self._forward(work)[0].forward_s
-            for slot, _ in work:
+            slots = [self._empty(Choosing()) for _ in range(size)]
+            for width in _MEASURED_WIDTHS:
+                drafts = (0,) * (width - 1)
+                work = [(slot, Window(slot=n, pending=0, drafts=drafts, first_step=0)) for n, slot in enumerate(slots)]
+                self.batch_costs[size, width] = min(self._timed(work) for _ in range(2))
+            for slot in slots:
                 self._drop(slot)
         return costs
+
+    def _timed(self, work: Work) -> float:
+        seconds = self._forward(work)[0].forward_s
+        for slot, _ in work:
+            slot.keep = 0
+        return seconds
 
 
 def _as_choice(chosen: Chosen | InternalError, forward_s: float, landed_s: float) -> Choice:

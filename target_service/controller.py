@@ -1,9 +1,7 @@
-"""How many drafts to ask for, and how long to wait for them. Pure: numbers in, a plan out.
+"""What one sequence believes of its drafts, and what it asks for. Pure: numbers in, a plan out.
 
-AUTO maximises expected tokens a second from measured costs. With s_j the share of questions whose first j drafts were all
-accepted, P(d) the share that brought d drafts, and W(k) the wait:
-
-    rate(k) = (1 + s_1 + ... + s_k) / (W(k) + sum_d P(min(d, k)) T(1 + d)),        rate(0) = 1 / T_plain
+With s_j the share of questions whose first j drafts were all accepted and P(d) the share that brought d drafts, AUTO says what
+asking for k would bring (`Hope`); `Crowd` decides for all sequences of a tick together (`widths`).
 
 Where no k gains, it asks without waiting now and then, while plain steps run, and scores the late answers against what
 the target wrote meanwhile: finding out that drafts pay again costs no forward and no wait.
@@ -13,20 +11,22 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from target_service.costs import Costs
+from target_service.widths import Bid, Hope, Joint
 
 _DECAY = 0.9
-_GAIN_TO_START = 1.05
-_GAIN_TO_STAY = 1.0
+_SLOW_DECAY = 0.98
+"""For what many sequences tell of a drafter."""
 # What is believed before anything is known: four questions whose drafts are accepted with probability .7 each.
 _PRIOR_QUESTIONS = 4.0
 _PRIOR_ACCEPTANCE = 0.7
 _MAX_PAUSE_ROUNDS = 32
 _MOST_MISSES = 8
 _REMEMBERED = 7
+_MOST_DRAFTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,28 @@ class Plan:
     """How long the round may wait for the answer; 0 goes on at once and uses what comes late if it still fits."""
     reason: str
     """In one word, for the log and for rounds without drafts."""
+    joint: Joint | None = None
+    """What was weighed, for the log."""
 
 
 class Controller(Protocol):
     """Decides for one sequence."""
 
-    def plan(self, limit: int) -> Plan:
-        """The next round. limit: most drafts that budget, cache and drafter allow."""
+    active: bool
+    """Whether the last plan was to ask and wait."""
 
-    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
-        """How many of `available` drafts to verify, of which `agreed` more before them came true already.
+    def meet(self, drafter: str) -> None:
+        """Says who answers from now on: what others saw of that drafter is where this sequence begins."""
+
+    def hope(self, limit: int) -> Hope | None:
+        """What asking for up to `limit` drafts would bring; None where that is not weighed."""
+
+    def plan(self, limit: int, joint: Joint | None) -> Plan:
+        """The next round. limit: most drafts that budget, cache and drafter allow; joint: what all who take part ask for, None
+        where this one does not take part."""
+
+    def bid(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> Bid:
+        """What `available` drafts are worth, of which `agreed` more before them came true already.
 
         The first `sure` and the last `tail` of them are accepted with probability `chance` each, given those before.
         """
@@ -71,15 +83,23 @@ class Off:
 
     def __init__(self, reason: str) -> None:
         """reason: as in `Plan`."""
+        self.active = False
         self._reason = reason
 
-    def plan(self, limit: int) -> Plan:
+    def meet(self, drafter: str) -> None:
+        """Nothing to learn."""
+
+    def hope(self, limit: int) -> Hope | None:
+        """None."""
+        return None
+
+    def plan(self, limit: int, joint: Joint | None) -> Plan:
         """Nothing."""
         return Plan(0, 0.0, self._reason)
 
-    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
-        """None."""
-        return 0
+    def bid(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> Bid:
+        """Its pending token."""
+        return Bid()
 
     def answered(self, drafts: int, delay_s: float, computed_s: float) -> None:
         """Nothing to learn."""
@@ -102,17 +122,26 @@ class Fixed:
     """
 
     def __init__(self, drafts: int, timeout_s: float) -> None:
+        self.active = True
         self._drafts = drafts
         self._timeout_s = timeout_s
         self._patience_s = timeout_s
+        self._acceptance = Acceptance(drafts)
 
-    def plan(self, limit: int) -> Plan:
+    def meet(self, drafter: str) -> None:
+        """All the same."""
+
+    def hope(self, limit: int) -> Hope | None:
+        """None: it asks whatever that brings."""
+        return None
+
+    def plan(self, limit: int, joint: Joint | None) -> Plan:
         """As many as fit."""
         return Plan(min(self._drafts, limit), self._patience_s, "fixed" if limit else "budget")
 
-    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
+    def bid(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> Bid:
         """All of them."""
-        return available
+        return Bid(self._acceptance.tokens(available, agreed, sure, tail, chance), forced=True)
 
     def answered(self, drafts: int, delay_s: float, computed_s: float) -> None:
         """Trust is back, if it came in time."""
@@ -128,23 +157,27 @@ class Fixed:
         self._patience_s /= 2
 
     def scored(self, proposed: int, accepted: int) -> None:
-        """Nothing to learn."""
+        """Learns what its drafts are worth to those who would wait for them."""
+        self._acceptance.score(proposed, accepted, self._drafts)
 
 
 class Acceptance:
     """Decayed shares by position: of all questions, how many brought at least j drafts, and had the first j accepted."""
 
-    def __init__(self, positions: int, prior: Acceptance | None = None) -> None:
-        """prior: what other sequences saw of the same drafter."""
+    def __init__(self, positions: int, prior: Acceptance | None = None, decay: float = _DECAY) -> None:
+        """prior: what other sequences saw of the same drafter; it may have more or fewer positions."""
         self.questions = _PRIOR_QUESTIONS
+        self._decay = decay
         self._misses = 0
-        if prior is None:
-            self.proposed = [_PRIOR_QUESTIONS] * positions
-            self.accepted = [_PRIOR_QUESTIONS * _PRIOR_ACCEPTANCE ** (j + 1) for j in range(positions)]
-        else:
-            scale = _PRIOR_QUESTIONS / prior.questions
-            self.proposed = [count * scale for count in prior.proposed]
-            self.accepted = [count * scale for count in prior.accepted]
+        self.proposed: list[float] = []
+        self.accepted: list[float] = []
+        offered = stood = _PRIOR_QUESTIONS
+        for j in range(positions):
+            known = prior is not None and j < len(prior.proposed)
+            share, survives = prior._ratio(j) if prior is not None and known else (1.0, _PRIOR_ACCEPTANCE)
+            offered, stood = offered * share, stood * survives
+            self.proposed.append(offered)
+            self.accepted.append(min(offered, stood))
 
     def score(self, proposed: int, accepted: int, asked: int) -> None:
         """Books a question for `asked` drafts. Positions that were not asked for keep their conditional shares."""
@@ -152,7 +185,7 @@ class Acceptance:
         before = [self._ratio(j) for j in range(len(self.proposed))]
         # Wrong at once, again and again: what was learned before is out of date, so it fades faster.
         self._misses = min(self._misses + 1, _MOST_MISSES) if proposed and not accepted else 0
-        decay: float = _DECAY ** max(1, self._misses - 2)
+        decay: float = self._decay ** max(1, self._misses - 2)
         self.questions = self.questions * decay + 1.0
         for j in range(reach):
             self.proposed[j] = self.proposed[j] * decay + (1.0 if j < proposed else 0.0)
@@ -171,6 +204,25 @@ class Acceptance:
         """Share of questions that brought at least j drafts; 1 for j = 0."""
         return self.proposed[j - 1] / self.questions if j else 1.0
 
+    def tokens(
+        self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0
+    ) -> tuple[float, ...]:
+        """tokens[d]: expected of a round with d of `available` drafts, given that `agreed` before them came true.
+
+        sure, tail, chance: as in `Controller.bid`.
+        """
+        last = len(self.accepted)
+        base = self.survival(min(agreed + sure, last))
+        expected, stands = [1.0], 1.0
+        for j in range(1, available + 1):
+            if j <= sure or j > available - tail:
+                stands *= chance
+            else:
+                survival = self.survival(min(agreed + j, last))
+                stands = chance**sure * survival / base if base > 1e-9 else 0.0
+            expected.append(expected[-1] + stands)
+        return tuple(expected)
+
     def _ratio(self, j: int) -> tuple[float, float]:
         """What position j adds to the one before: share still offered, share still accepted."""
         offered = self.proposed[j - 1] if j else self.questions
@@ -181,37 +233,81 @@ class Acceptance:
         )
 
 
-class Auto:
-    """As many drafts as pay. One per sequence; `acceptance` may begin with what the drafter did elsewhere."""
+class Profile:
+    """What all sequences saw of one drafter: where a new one begins, and how long answers take now."""
 
-    def __init__(self, costs: Costs, drafts: int, *, delay_s: float, timeout_s: float, acceptance: Acceptance) -> None:
-        """drafts: most a round; delay_s: first guess of question to answer; timeout_s: most that is ever waited."""
-        self._costs = costs
-        self._drafts = drafts
+    def __init__(self, delay_s: float) -> None:
+        """delay_s: first guess of question to answer."""
+        self.acceptance = Acceptance(_MOST_DRAFTS, decay=_SLOW_DECAY)
         self._first_delay_s = delay_s
         self._delays_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._drafts_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def follow(self, drafts: int, delay_s: float, computed_s: float) -> None:
+        """Follows the delay, apart into what each draft costs and the rest (round trip, queue)."""
+        self._delays_s.append(max(0.0, delay_s - computed_s))
+        if drafts:
+            self._drafts_s.append(computed_s / drafts)
+
+    @property
+    def delay_s(self) -> float:
+        """From question to answer, less computing. A median: one slow answer (a neighbour, a collection) says nothing."""
+        return statistics.median_low(self._delays_s) if self._delays_s else self._first_delay_s
+
+    @property
+    def draft_s(self) -> float:
+        """Computing of a draft."""
+        return statistics.median_low(self._drafts_s) if self._drafts_s else 0.0
+
+
+class Auto:
+    """As many drafts as pay. One per sequence."""
+
+    def __init__(self, drafts: int, *, timeout_s: float, profiles: Callable[[str], Profile]) -> None:
+        """drafts: most a round; timeout_s: most that is ever waited; profiles: what is known of a drafter."""
+        self.active = False
+        self._drafts = drafts
         self._timeout_s = timeout_s
-        self._acceptance = acceptance
-        self._active = False
+        self._profiles = profiles
+        self._drafter: str | None = None
         self._pause = 0
         self._next_pause = 1
         self._asked = drafts
         self._missed = 0
+        self.meet("")
 
-    def plan(self, limit: int) -> Plan:
-        """Active: asks and waits. Watching: asks without waiting every few rounds, and not at all in between."""
+    def meet(self, drafter: str) -> None:
+        """Begins with what others saw of this drafter."""
+        if drafter != self._drafter:
+            self._drafter = drafter
+            self._profile = self._profiles(drafter)
+            self._acceptance = Acceptance(self._drafts, self._profile.acceptance)
+
+    def hope(self, limit: int) -> Hope | None:
+        """By position, from decayed counts."""
         top = min(self._drafts, limit)
         if top <= 0:
+            return None
+        shares = self._acceptance
+        return Hope(
+            survival=tuple(shares.survival(j) for j in range(1, top + 1)),
+            offered=tuple(shares.offered(j) for j in range(1, top + 1)),
+            delay_s=self._profile.delay_s,
+            draft_s=self._profile.draft_s,
+        )
+
+    def plan(self, limit: int, joint: Joint | None) -> Plan:
+        """Active: asks and waits. Watching: asks without waiting every few rounds, and not at all in between."""
+        top = min(self._drafts, limit)
+        self.active = joint is not None and top > 0
+        if top <= 0:
             return Plan(0, 0.0, "budget")
-        best, gain = self.best(top)
-        self._active = gain >= (_GAIN_TO_STAY if self._active else _GAIN_TO_START)
-        if self._active:
+        if joint is not None:
             self._pause, self._next_pause = 0, 1
-            self._asked = best
-            patience_s = min(self._timeout_s, max(2.0 * self._wait_s(best) + 0.002, self._saved_s(best) / 4))
+            self._asked = min(joint.drafts, top)
+            patience_s = min(self._timeout_s, max(2.0 * joint.wait_s + 0.002, joint.saved_s / 4))
             # Halved for each wait in vain: what was good until it fell silent must not be waited for at length.
-            return Plan(best, patience_s / 2**self._missed, "pays")
+            return Plan(self._asked, patience_s / 2**self._missed, "pays", joint)
         if self._pause > 0:
             self._pause -= 1
             return Plan(0, 0.0, "not_worth_it")
@@ -220,47 +316,14 @@ class Auto:
         self._asked = top
         return Plan(top, 0.0, "not_worth_it")
 
-    def best(self, top: int) -> tuple[int, float]:
-        """(k, gain): the k in [1, top] with the highest rate, and that rate over plain decoding's."""
-        shares = self._acceptance
-        tokens, cost, best, gain = 1.0, self._costs.forward_s(1), 1, 0.0
-        # cost(k) - cost(k - 1) = P(at least k drafts) * (T(1 + k) - T(k)).
-        for k in range(1, top + 1):
-            tokens += shares.survival(k)
-            cost += shares.offered(k) * (self._costs.forward_s(1 + k) - self._costs.forward_s(k))
-            rate = tokens / max(cost + self._wait_s(k), 1e-9) * self._costs.plain_s
-            if rate > gain:
-                best, gain = k, rate
-        return best, gain
-
-    def use(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> int:
-        """The number j that maximises tokens / T(1 + j), given that these drafts are here."""
-        tokens, best, top_rate = 1.0, 0, 1.0 / self._costs.plain_s
-        positions = len(self._acceptance.accepted)
-        base = self._acceptance.survival(min(agreed + sure, positions))
-        stood = 1.0
-        for j in range(1, available + 1):
-            if j <= sure or j > available - tail:
-                stood *= chance
-                tokens += stood
-            else:
-                survival = self._acceptance.survival(min(agreed + j, positions))
-                stood = chance**sure * survival / base if base > 1e-9 else 0.0
-                tokens += stood
-            rate = tokens / self._costs.forward_s(1 + j)
-            if rate > top_rate:
-                best, top_rate = j, rate
-        return best
+    def bid(self, available: int, agreed: int, sure: int = 0, tail: int = 0, chance: float = 1.0) -> Bid:
+        """What they are worth, from decayed counts."""
+        return Bid(self._acceptance.tokens(available, agreed, sure, tail, chance))
 
     def answered(self, drafts: int, delay_s: float, computed_s: float) -> None:
-        """Follows the delay, apart into what each draft costs and the rest (round trip, queue)."""
+        """Follows the delay."""
         self._missed = 0
-        self._follow(drafts, delay_s, computed_s)
-
-    def _follow(self, drafts: int, delay_s: float, computed_s: float) -> None:
-        self._delays_s.append(max(0.0, delay_s - computed_s))
-        if drafts:
-            self._drafts_s.append(computed_s / drafts)
+        self._profile.follow(drafts, delay_s, computed_s)
 
     def late(self) -> None:
         """Waits half as long next time, unless the answer comes and says how late it was."""
@@ -268,19 +331,10 @@ class Auto:
 
     def lost(self) -> None:
         """A lost question brought nothing, after a long wait."""
-        self._follow(0, self._timeout_s, 0.0)
+        self._profile.follow(0, self._timeout_s, 0.0)
         self.scored(0, 0)
 
-    def _wait_s(self, drafts: int) -> float:
-        """Seconds until an answer. Medians: one slow answer (a neighbour, a collection) says nothing about the next."""
-        delay_s = statistics.median_low(self._delays_s) if self._delays_s else self._first_delay_s
-        return delay_s + drafts * (statistics.median_low(self._drafts_s) if self._drafts_s else 0.0)
-
-    def _saved_s(self, drafts: int) -> float:
-        """Seconds that a round with drafts saves. A quarter of it, halved at each miss, loses at most half of one round."""
-        tokens = 1.0 + sum(self._acceptance.survival(j) for j in range(1, drafts + 1))
-        return tokens * self._costs.plain_s - self._costs.forward_s(1 + drafts)
-
     def scored(self, proposed: int, accepted: int) -> None:
-        """Learns."""
+        """Learns, and lets others know."""
         self._acceptance.score(proposed, accepted, self._asked)
+        self._profile.acceptance.score(proposed, accepted, self._asked)

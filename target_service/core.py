@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,8 +11,9 @@ from draftwire.errors import Unavailable
 from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
 from draftwire.tokenizer import Tokenizer
-from target_service.controller import Acceptance, Auto, Controller, Fixed, Off
+from target_service.controller import Auto, Controller, Fixed, Off, Profile
 from target_service.costs import Costs
+from target_service.crowd import Crowd
 from target_service.drafter_pool import DrafterPool
 from target_service.drafts import DraftSource, NoDrafts
 from target_service.engine import Engine
@@ -69,8 +71,9 @@ class Target:
         self.prefixes = prefixes
         self.tally = Tally()
         pool.recorder = self.tally
-        self.costs = Costs(parts.measured)
-        self.scheduler = Scheduler(engine, parts.limits, self._open_source, prefixes)
+        self.crowd = Crowd(Costs(parts.measured, shapes=engine.batch_costs))
+        self.scheduler = Scheduler(engine, parts.limits, self.crowd, self._open_source, prefixes)
+        self._profiles: defaultdict[str, Profile] = defaultdict(lambda: Profile(_FIRST_DELAY_S))
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Target:
@@ -91,7 +94,7 @@ class Target:
 
     async def _run(self) -> None:
         try:
-            await run_rounds(self.scheduler, self.engine, self.costs, self.tally)
+            await run_rounds(self.scheduler, self.engine, self.crowd, self.tally)
         except Exception as error:
             # A fault outside any one request: nothing can be trusted to go on, and nobody may be left waiting.
             _log.critical("round_loop_died", exc_info=error)
@@ -133,12 +136,9 @@ class Target:
             return Off("off")
         if drafting.mode is DraftingMode.FIXED:
             return Fixed(drafting.max_drafts, self.parts.draft_timeout_s)
+        # Drafters are those of the settings, so that there are few profiles.
         return Auto(
-            self.costs,
-            drafting.max_drafts,
-            delay_s=_FIRST_DELAY_S,
-            timeout_s=self.parts.draft_timeout_s,
-            acceptance=Acceptance(drafting.max_drafts),
+            drafting.max_drafts, timeout_s=self.parts.draft_timeout_s, profiles=lambda drafter: self._profiles[drafter]
         )
 
     def _open_source(self, sequence: Sequence) -> DraftSource:

@@ -1,4 +1,4 @@
-"""What a forward costs by its number of rows: measured at start-up, followed while serving. Pure."""
+"""What a forward costs by its shape: measured at start-up, followed while serving. Pure."""
 
 from __future__ import annotations
 
@@ -8,41 +8,104 @@ _FOLLOW = 0.1
 
 
 class Costs:
-    """A table rows -> seconds. It is a staircase in practice, so rows between measured ones are interpolated, not fitted."""
+    """Tables rows -> seconds, and (sequences, width) -> seconds where sequences share a forward.
 
-    def __init__(self, measured: Mapping[int, float], *, plain_s: float | None = None) -> None:
-        """measured: at least one entry. plain_s: a plain step whose graph is built ahead; the one-row forward if absent."""
+    Both are staircases in practice, so what lies between measured entries is interpolated, not fitted.
+    """
+
+    def __init__(
+        self,
+        measured: Mapping[int, float],
+        *,
+        plain_s: float | None = None,
+        shapes: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
+        """measured: rows of one sequence -> seconds, at least one entry. plain_s: a plain step whose graph is built ahead; the
+        one-row forward if absent. shapes: (sequences, width) -> seconds of a shared forward; None where they run one by one."""
         if not measured:
             raise ValueError("costs need at least one measured number of rows")
         self._table = dict(measured)
-        self._plain_s = plain_s if plain_s is not None else self.forward_s(1)
+        self._plain_s = {1: plain_s if plain_s is not None else self.forward_s(1)}
+        self.shared = shapes is not None
+        """Whether sequences share a forward."""
+        self._grid: dict[int, dict[int, float]] = {1: self._table}
+        for (count, width), seconds in (shapes or {}).items():
+            if count > 1:
+                self._grid.setdefault(count, {})[width] = seconds
+        self._between: dict[tuple[int, int], float] = {}
+        self._asked: dict[tuple[int, int], float] = {}
+        """Answers since the last observation: a decision asks for the same shapes again and again."""
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a plain decoding step."""
-        return self._plain_s
+        """Seconds of a plain decoding step of one sequence."""
+        return self._plain_s[1]
 
     def forward_s(self, rows: int) -> float:
-        """Seconds of a forward over `rows` rows that is not begun ahead."""
-        if rows in self._table:
-            return self._table[rows]
-        below = max((known for known in self._table if known < rows), default=None)
-        above = min((known for known in self._table if known > rows), default=None)
-        if below is None:
-            return self._table[above] if above is not None else 0.0
-        if above is None:
-            # Beyond the table: the slope of its last two entries, or proportional where there is one.
-            known = sorted(self._table)
-            before = known[-2] if len(known) > 1 else 0
-            slope = (self._table[below] - self._table.get(before, 0.0)) / (below - before)
-            return self._table[below] + max(0.0, slope) * (rows - below)
-        share = (rows - below) / (above - below)
-        return self._table[below] + share * (self._table[above] - self._table[below])
+        """Seconds of a forward over `rows` rows of one sequence that is not begun ahead."""
+        return _interpolated(self._table, rows)
 
-    def observe(self, rows: int, seconds: float, *, ahead: bool) -> None:
-        """Follows a measured forward. An outlier (a garbage collection, a neighbour) counts at most as twice the usual."""
+    def batch_s(self, sequences: int, width: int) -> float:
+        """Seconds of a forward of so many sequences, `width` rows each, or of their forwards one after the other."""
+        if sequences <= 1 or not self.shared:
+            return sequences * self.forward_s(width)
+        found = self._asked.get((sequences, width)) or self._between.get((sequences, width))
+        if found is None:
+            if sequences in self._grid:
+                found = self._row_s(sequences, width)
+            else:
+                found = _interpolated({count: self._row_s(count, width) for count in self._grid}, sequences)
+            self._asked[sequences, width] = found
+        return found
+
+    def plain_batch_s(self, sequences: int) -> float:
+        """Seconds of a plain step of so many sequences."""
+        if sequences <= 1 or not self.shared:
+            return sequences * self.plain_s
+        return self._plain_s.get(sequences, self.batch_s(sequences, 1))
+
+    def observe(self, rows: int, seconds: float, *, ahead: bool, sequences: int = 1) -> None:
+        """Follows a measured forward of `rows` rows for each sequence.
+
+        An outlier (a garbage collection, a neighbour) counts at most as twice the usual.
+        """
+        self._asked.clear()
         if ahead and rows == 1:
-            self._plain_s += _FOLLOW * (min(seconds, 2 * self._plain_s) - self._plain_s)
+            usual = self.plain_batch_s(sequences)
+            self._plain_s[sequences] = _followed(usual, seconds)
             return
-        usual = self.forward_s(rows)
-        self._table[rows] = usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
+        usual = self.batch_s(sequences, rows)
+        if sequences in self._grid and (sequences == 1 or rows in self._grid[sequences]):
+            self._grid[sequences][rows] = _followed(usual, seconds)
+        else:
+            self._between[sequences, rows] = _followed(usual, seconds)
+
+    def _row_s(self, sequences: int, width: int) -> float:
+        """As `batch_s`, for a number of sequences that was measured, with some width at least."""
+        row = self._grid[sequences]
+        if len(row) > 1 or width in row:
+            return _interpolated(row, width)
+        # One width says nothing about the others; the rows of a single sequence do.
+        (known,) = row
+        return row[known] * self.forward_s(sequences * width) / max(self.forward_s(sequences * known), 1e-9)
+
+
+def _followed(usual: float, seconds: float) -> float:
+    return usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
+
+
+def _interpolated(table: Mapping[int, float], key: int) -> float:
+    if key in table:
+        return table[key]
+    below = max((known for known in table if known < key), default=None)
+    above = min((known for known in table if known > key), default=None)
+    if below is None:
+        return table[above] if above is not None else 0.0
+    if above is None:
+        # Beyond the table: the slope of its last two entries, or proportional where there is one.
+        known = sorted(table)
+        before = known[-2] if len(known) > 1 else 0
+        slope = (table[below] - table.get(before, 0.0)) / (below - before)
+        return table[below] + max(0.0, slope) * (key - below)
+    share = (key - below) / (above - below)
+    return table[below] + share * (table[above] - table[below])

@@ -27,6 +27,12 @@ from target_service.prefix.layout import Layout, Prefix, Taken
 from target_service.prefix.transfer import give, layout_of, row_arrays, take_rows, take_state
 from target_service.window import Choice, Window
 
+_MEASURED_CHUNKS = (4, 16, 64)
+
+
+class CacheLost(InternalError):
+    """A forward of sequences whose caches another forward has taken with it. Nobody here is at fault."""
+
 
 @dataclass(slots=True)
 class Slot:
@@ -41,6 +47,8 @@ class Slot:
     know pending, its logits."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
+    lost: bool = False
+    """Whether a forward failed that may have left anything in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,10 @@ class Engine:
         """The shape of every decode forward in exact mode; None where any shape will do."""
         self.chunk: int | None = None
         """Prompt tokens a forward in exact mode: only prompt rows up to a multiple of it can be reused for another prompt."""
+        self.batch_costs: dict[tuple[int, int], float] | None = None
+        """(sequences, width) -> seconds of a forward that sequences share, from warm-up; None where they share none."""
+        self.prefill_costs: dict[int, float] = {}
+        """Tokens -> seconds of a prompt's first chunk, from warm-up."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
         self.layout: Layout | None = None
@@ -147,6 +159,16 @@ class Engine:
         """Keeps positions [0, length). Costs nothing now: the cache follows at its next forward."""
         self._slots[slot].keep = length
 
+    def intact(self, slot: int) -> bool:
+        """Whether its cache can be used. Not after a forward that raised, whosever fault that was."""
+        return not self._slots[slot].lost
+
+    async def reopen(self, slot: int) -> None:
+        """Puts an empty cache into the place of one that is not intact."""
+        old = self._slots[slot]
+        self._compute.submit(lambda: self._drop(old))
+        self._slots[slot] = await self._compute.run(lambda: self._empty(old.choosing))
+
     def close(self, slot: int) -> None:
         """Frees a sequence. Idempotent. Arrays are dropped where they were made."""
         gone = self._slots.pop(slot, None)
@@ -209,6 +231,16 @@ class Engine:
         return row_arrays(flat(slot.cache.cache.layers)) if slot.cache.cache.length >= length else None
 
     def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
+        if any(slot.lost for slot, _ in work):
+            raise CacheLost("a cache was lost in a forward that failed", reason="CACHE_LOST")
+        try:
+            return self._run(work)
+        except Exception:
+            for slot, _ in work:
+                slot.lost = True
+            raise
+
+    def _run(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
@@ -336,4 +368,15 @@ class Engine:
                 slot = self._empty(Choosing())
                 costs[count] = self._forward([(slot, window)])[0].forward_s
         self._drop(slot)
+        self.prefill_costs = self._prefill_table()
         return costs
+
+    def _prefill_table(self) -> dict[int, float]:
+        table = {}
+        for tokens in _MEASURED_CHUNKS:
+            slot = self._empty(Choosing())
+            began_s = time.perf_counter()
+            self._prefill(slot, [0] * tokens)
+            table[tokens] = time.perf_counter() - began_s
+            self._drop(slot)
+        return table

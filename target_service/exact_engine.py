@@ -119,23 +119,16 @@ class ExactEngine(Engine):
             if len(piece) < self._chunk:
                 self._tails[id(slot)] = piece
 
-    def _forward(self, work: Work) -> list[Choice]:
-        lost = [slot.row is None and slot.cache.length != slot.keep for slot, _ in work]
-        alive = [item for item, gone in zip(work, lost, strict=True) if not gone]
+    def _run(self, work: Work) -> list[Choice]:
         try:
-            landed = iter(self._fly(alive) if alive else ())
+            flight = self._take_ahead(work) or self._start(work)
+            # What a constraint allows next depends on the id that nobody knows yet.
+            if all(window.ahead and window.limits is None for _, window in work):
+                self._begin_ahead(flight, work)
+            chosen = flight.choice.read()
         except Exception:
             self._lose_all()
             raise
-        missing = Choice((), None, 0.0, time.perf_counter(), InternalError("the cache was lost in a failed forward"))
-        return [missing if gone else next(landed) for gone in lost]
-
-    def _fly(self, work: Work) -> list[Choice]:
-        flight = self._take_ahead(work) or self._start(work)
-        # What a constraint allows next depends on the id that nobody knows yet.
-        if all(window.ahead and window.limits is None for _, window in work):
-            self._begin_ahead(flight, work)
-        chosen = flight.choice.read()
         if any(isinstance(one, Chosen) and not one.settled for one in chosen):
             # The forward begun ahead used an id that more filter passes have changed.
             self._drop_ahead()
@@ -309,7 +302,7 @@ class ExactEngine(Engine):
         self._ahead = None
         self._pool.clear()
         for slot in self._seated:
-            slot.row = None
+            slot.row, slot.lost = None, True
         self._seated.clear()
 
     def _unload(self) -> None:

@@ -98,7 +98,7 @@ async def load_target(
         loaded=loaded,
         tokenizer=tokenizer,
         defaults=_defaults(settings, loaded, tokenizer),
-        limits=_limits(settings, loaded, measured[1]),
+        limits=_limits(settings, loaded),
         draft_timeout_s=settings.draft_timeout_s,
         device=f"{device} ({blas.kind}{threads})",
         measured=measured,
@@ -164,7 +164,7 @@ def _defaults(settings: TargetSettings, loaded: LoadedModel, tokenizer: Tokenize
     )
 
 
-def _limits(settings: TargetSettings, loaded: LoadedModel, forward_s: float) -> Limits:
+def _limits(settings: TargetSettings, loaded: LoadedModel) -> Limits:
     return Limits(
         max_running=settings.max_running,
         max_queued=settings.max_queued,
@@ -173,8 +173,8 @@ def _limits(settings: TargetSettings, loaded: LoadedModel, forward_s: float) -> 
         # The state, and what a rollback goes back to.
         state_bytes=2 * loaded.state_bytes,
         prefill_step_size=settings.prefill_step_size,
-        crowd_patience_s=forward_s / 2,
         max_running_per_client=settings.running_per_client,
+        one_chunk_size=settings.numerics == "exact",
     )
 
 

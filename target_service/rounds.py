@@ -1,12 +1,13 @@
-"""The round loop: propose, verify, accept, commit, truncate. One tick is one batch."""
+"""The round loop: propose, verify, accept, commit, truncate. One tick is one batch, in one forward or two."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from draftwire.logs import get_logger
 from target_service.accept import Verdict, accept
-from target_service.costs import Costs
+from target_service.crowd import Crowd
 from target_service.engine import Engine
 from target_service.ledger import Committed
 from target_service.matcher import dead_end
@@ -16,6 +17,7 @@ from target_service.sequence import Sequence
 from target_service.window import Choice, Window
 
 _log = get_logger("rounds")
+Group = list[tuple[Sequence, Window]]
 
 
 class DeadEnd(Exception):
@@ -27,45 +29,55 @@ class DeadEnd(Exception):
         self.error = dead_end(step)
 
 
-async def run_rounds(scheduler: Scheduler, engine: Engine, costs: Costs, recorder: Recorder | None = None) -> None:
+async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorder: Recorder | None = None) -> None:
     """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
     recorder = recorder or NullRecorder()
     traces: list[dict[str, str | int | float | None]] = []
     while ready := await scheduler.tick():
-        live, windows = windows_of(scheduler, ready)
-        if not live:
-            continue
-        recorder.tick(len(windows))
-        forward = asyncio.ensure_future(engine.forward(windows))
+        began_s = time.monotonic()
+        groups = groups_of(scheduler, crowd, ready)
+        if groups:
+            recorder.tick(sum(map(len, groups)))
+        # Queued together: the engine does not idle while the first one's tokens are committed.
+        forwards = [asyncio.ensure_future(engine.forward([window for _, window in group])) for group in groups]
         await asyncio.sleep(0)
         # Logging can wait until the forward runs; nobody waits for the event loop then.
         _write(traces)
-        try:
-            choices = await forward
-        except Exception as error:
-            scheduler.fail(live, error)
-            continue
-        # What a replay costs, the drafts before it have caused: it counts where there are drafts, never as plain decoding.
-        alone = len(windows) == 1 and choices[0].error is None
-        if alone and (windows[0].drafts or not choices[0].replayed):
-            costs.observe(windows[0].rows, choices[0].forward_s, ahead=windows[0].ahead)
-        booked = []
-        for sequence, window, choice in zip(live, windows, choices, strict=True):
+        emitted, ended, whole = 0, False, True
+        for group, forward in zip(groups, forwards, strict=True):
             try:
-                committed = commit_round(engine, sequence, window, choice)
-            except DeadEnd as end:
-                sequence.emit(end.committed)
-                scheduler.fail([sequence], end.error)
+                choices = await forward
             except Exception as error:
-                scheduler.fail([sequence], error)
-            else:
-                booked.append((sequence, window, choice, committed))
-        # The questions to the drafters leave first: their answers are what the next round waits for.
-        await asyncio.sleep(0)
-        for sequence, window, choice, committed in booked:
-            deliver(scheduler, sequence, committed)
-            traces.append(sequence.trace(window, choice, committed))
-        if any(committed.finish is not None for *_, committed in booked):
+                whole = False
+                await scheduler.recover([sequence for sequence, _ in group], error)
+                continue
+            observe(crowd, group, choices)
+            booked = []
+            for (sequence, window), choice in zip(group, choices, strict=True):
+                before = sequence.ledger.step
+                try:
+                    committed = commit_round(engine, sequence, window, choice)
+                except DeadEnd as end:
+                    sequence.emit(end.committed)
+                    scheduler.fail([sequence], end.error)
+                except Exception as error:
+                    scheduler.fail([sequence], error)
+                else:
+                    booked.append((sequence, window, choice, committed))
+                    emitted += sequence.ledger.step - before
+            going_on = [sequence for sequence, *_, committed in booked if committed.finish is None]
+            ask_all(scheduler, crowd, going_on, sum(map(len, groups)))
+            # The questions to the drafters leave first: their answers are what the next round waits for.
+            await asyncio.sleep(0)
+            for sequence, window, choice, committed in booked:
+                deliver(scheduler, sequence, committed)
+                traces.append(sequence.trace(window, choice, committed))
+                ended = ended or committed.finish is not None
+        if whole and groups:
+            drafting = scheduler.waited_s > 0.0005 or any(window.drafts for group in groups for _, window in group)
+            seconds = scheduler.waited_s + time.monotonic() - began_s
+            crowd.book(emitted, sum(map(len, groups)), seconds, drafting=drafting)
+        if ended:
             _write(traces)
 
 
@@ -75,18 +87,37 @@ def _write(traces: list[dict[str, str | int | float | None]]) -> None:
     traces.clear()
 
 
-def windows_of(scheduler: Scheduler, ready: list[Sequence]) -> tuple[list[Sequence], list[Window]]:
-    """The windows of the next forward, and whose they are."""
-    live, windows = [], []
-    settled = scheduler.settled
-    for sequence in ready:
-        try:
-            windows.append(sequence.window(may_run_ahead=settled))
-        except Exception as error:
-            scheduler.fail([sequence], error)
-        else:
-            live.append(sequence)
-    return live, windows
+def groups_of(scheduler: Scheduler, crowd: Crowd, ready: list[Sequence]) -> list[Group]:
+    """The windows of the next forwards, and whose they are."""
+    bids = [sequence.bid() for sequence in ready]
+    share = crowd.share(bids)
+    # A forward that is begun ahead for some of them only would leave the others out of the next tick.
+    settled = scheduler.settled and len(share.groups) == 1
+    groups: list[Group] = []
+    for members in share.groups:
+        group = []
+        for number in members:
+            sequence = ready[number]
+            try:
+                group.append((sequence, sequence.window(share.drafts[number], may_run_ahead=settled)))
+            except Exception as error:
+                scheduler.fail([sequence], error)
+        if group:
+            groups.append(group)
+    return groups
+
+
+def observe(crowd: Crowd, group: Group, choices: list[Choice]) -> None:
+    """Follows what the forward cost, where that says something of its shape."""
+    windows = [window for _, window in group]
+    if any(choice.error is not None for choice in choices) or (len(group) > 1 and not crowd.costs.shared):
+        return
+    drafted = any(window.drafts for window in windows)
+    # What a replay costs, the drafts before it have caused: it counts where there are drafts, never as plain decoding.
+    if drafted or not any(choice.replayed for choice in choices):
+        rows = max(window.rows for window in windows)
+        ahead = all(window.ahead for window in windows)
+        crowd.costs.observe(rows, choices[0].forward_s, ahead=ahead, sequences=len(group))
 
 
 def commit_round(engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> Committed:
@@ -106,9 +137,18 @@ def commit_round(engine: Engine, sequence: Sequence, window: Window, choice: Cho
     engine.truncate(sequence.slot, sequence.ledger.cached_length)
     emitted = sequence.ledger.step - before + int(sequence.ledger.ended_by_token)
     sequence.book(window, choice, committed, emitted)
-    if committed.finish is None:
-        sequence.ask()
     return committed
+
+
+def ask_all(scheduler: Scheduler, crowd: Crowd, going_on: list[Sequence], running: int) -> None:
+    """Asks the drafters for the next round, of `running` sequences, as has been decided for all together."""
+    wishes = [(sequence, limit) for sequence in going_on if (limit := sequence.wish()) is not None]
+    plans = crowd.plan([(sequence.controller, limit) for sequence, limit in wishes], running)
+    for (sequence, _), plan in zip(wishes, plans, strict=True):
+        try:
+            sequence.ask(plan)
+        except Exception as error:
+            scheduler.fail([sequence], error)
 
 
 def deliver(scheduler: Scheduler, sequence: Sequence, committed: Committed) -> None:

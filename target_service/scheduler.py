@@ -1,4 +1,4 @@
-"""Who takes part in the next tick: admission, prefill chunks between ticks, and the one patience of a batch."""
+"""Who takes part in the next tick: admission, what is read of prompts between ticks, and the one patience of a batch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from draftwire.errors import DraftwireError, Overloaded
 from draftwire.interceptor import disclosed
+from target_service.crowd import Crowd
 from target_service.drafts import DraftSource
-from target_service.engine import Engine
+from target_service.engine import CacheLost, Engine
+from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.prefix.cache import PrefixCache
 from target_service.sequence import Sequence
 
@@ -29,16 +31,20 @@ class Limits:
     max_running: int
     max_queued: int
     kv_bytes: int
-    """KV cache of all running sequences, charged at admission for prompt and max_tokens."""
+    """KV cache of all running sequences, charged at admission for prompt and max_tokens, and for the longest of those that
+    share a forward."""
     kv_bytes_per_token: int
     state_bytes: int
     """Recurrent state of a sequence, whatever its length."""
     prefill_step_size: int
-    """Prompt tokens a chunk."""
-    crowd_patience_s: float
-    """Most that a tick of several sequences waits for drafts."""
+    """Most prompt tokens a chunk."""
+    one_chunk_size: bool = False
+    """Whether every chunk has that size, whoever waits meanwhile."""
     max_running_per_client: int | None = None
     """Places that sequences of one client may have; None is all."""
+
+
+_MOST_FAULTS = 3
 
 
 class Scheduler:
@@ -48,6 +54,7 @@ class Scheduler:
         self,
         engine: Engine,
         limits: Limits,
+        crowd: Crowd,
         open_source: Callable[[Sequence], DraftSource],
         prefixes: PrefixCache | None = None,
     ) -> None:
@@ -59,6 +66,13 @@ class Scheduler:
         self._queue: list[tuple[int, int, Sequence]] = []
         self._order = itertools.count()
         self._running: list[Sequence] = []
+        self._crowd = crowd
+        costs = PrefillCosts(engine.prefill_costs or {1: crowd.costs.forward_s(1)})
+        self._budget = PrefillBudget(limits.prefill_step_size, costs, one_size=limits.one_chunk_size)
+        self._turn = 0
+        self._returned_s: float | None = None
+        self.waited_s = 0.0
+        """Of the last tick: seconds that it waited for drafts."""
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
@@ -121,21 +135,34 @@ class Scheduler:
         self.wake()
 
     async def tick(self) -> list[Sequence]:
-        """The sequences of the next forward, at least one, with the drafts that came; empty once closed."""
+        """The sequences of the next round, at least one, with the drafts that came; empty once closed."""
         patient_since_s: float | None = None
+        if self._returned_s is not None:
+            # What came after the last tick was the round; before it, the wait for drafts.
+            self._budget.gap(self.waited_s + time.monotonic() - self._returned_s)
+            self._returned_s = None
+        self.waited_s = 0.0
         while not self._closed:
             self._wake.clear()
             self._drop_cancelled()
             await self._admit()
-            prefilled = await self._prefill_one()
+            prefilled = await self._prefill()
             live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
             for sequence in live:
                 sequence.room = self._engine.room(len(live))
             if live:
+                # One that was in a forward that failed shows alone whether the fault is its own.
+                live = [sequence for sequence in live if sequence.suspect][:1] or live
                 patient_since_s = patient_since_s or time.monotonic()
-                if await self._called_away(live, patient_since_s):
+                called_away = await self._called_away(live, patient_since_s)
+                self.waited_s = time.monotonic() - patient_since_s
+                if called_away:
                     continue
                 if ready := [sequence for sequence in live if self._collected(sequence)]:
+                    hidden_s = [one.waited_for_s(patient_since_s) for one in ready]
+                    if any(seconds is not None for seconds in hidden_s):
+                        self._crowd.hid(min(seconds for seconds in hidden_s if seconds is not None))
+                    self._returned_s = time.monotonic()
                     return self._begun(ready)
             elif not prefilled:
                 await self._wake.wait()
@@ -165,6 +192,34 @@ class Scheduler:
                 sequence.fail(shown)
             self.retire(sequence, keep=False)
 
+    async def recover(self, failed: list[Sequence], error: Exception, *, touched: bool = False) -> None:
+        """After a forward that raised: whose caches are gone begin again from their ids, with nothing lost but time.
+
+        touched: whether those of the failed are, whatever the engine says.
+
+        Alone in it, a sequence is at fault and ends. Those that shared it run their next round alone each, once; a fault that
+        appears in company only ends them at the third time.
+        """
+        if not isinstance(error, CacheLost):
+            guilty = failed if len(failed) == 1 else [one for one in failed if one.faulted() >= _MOST_FAULTS]
+            self.fail(guilty, error)
+        for sequence in list(self._running):
+            gone = touched and sequence in failed
+            if sequence.slot is None or (self._engine.intact(sequence.slot) and not gone):
+                continue
+            if self._limits.one_chunk_size:
+                # Exact mode promises bits that reading again in chunks would not give.
+                self.fail([sequence], error)
+                continue
+            try:
+                if self._prefixes is not None:
+                    # Nothing of it is kept: what it reads now is more than a prompt.
+                    self._prefixes.close(sequence.slot)
+                await self._engine.reopen(sequence.slot)
+                sequence.restart()
+            except Exception as other:
+                self.fail([sequence], other)
+
     def fail_all(self, error: Exception) -> None:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
@@ -193,7 +248,10 @@ class Scheduler:
         """Whether there is a place and memory for it now. Alone, it always fits: `submit` has seen to that."""
         if len(self._running) >= self._limits.max_running:
             return False
-        return not self._running or self.kv_bytes + self._kv_bytes(sequence) <= self._limits.kv_bytes
+        each = [self._kv_bytes(one) for one in (*self._running, sequence)]
+        # Sequences that share a forward lie in arrays as long as the longest of them.
+        needed = len(each) * max(each) if self._engine.batching == "ragged" else sum(each)
+        return not self._running or needed <= self._limits.kv_bytes
 
     def _drop_cancelled(self) -> None:
         for sequence in [sequence for sequence in self._running if sequence.cancelled]:
@@ -251,29 +309,53 @@ class Scheduler:
 
         self._prefixes.open(sequence.slot, generation.prompt, ready, owner=generation.owner, salt=generation.cache_salt)
 
-    async def _prefill_one(self) -> bool:
-        """A chunk for who has waited longest, or all short rests in one forward. Drafters read at the same time."""
-        rests = {sequence: self._rest(sequence) for sequence in self._running if sequence.readable}
-        if not rests:
-            return False
-        chunks = short_rests(rests, self._limits.prefill_step_size)
+    async def _prefill(self) -> bool:
+        """Reads from the prompts: one chunk where nobody decodes, what the gap between two rounds holds where somebody does.
+
+        A chunk is of one prompt, or of all short rests in one forward. Drafters read them at the same time. True where
+        something was read.
+        """
+        read = False
+        while waiting := [one for one in self._running if one.readable]:
+            somebody = any(one.decodable and not one.cancelled for one in self._running)
+            turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
+            first = waiting.pop(turn)
+            rest = self._rest(first)
+            together = rest <= SHORT_PREFILL and not self._limits.one_chunk_size and not first.suspect
+            rows = self._limits.prefill_step_size
+            if somebody:
+                rows = self._budget.chunk(rows if together else rest, first.prefilled)
+            if rows:
+                self._turn += 1
+                read = True
+                others = sorted(waiting, key=lambda one: (-one.generation.priority, one.unread))
+                company = [one for one in others if not one.suspect]
+                chunks = short_rests({one: self._rest(one) for one in (first, *company)}, rows) if together else {}
+                await self._read(chunks or {first: min(rest, rows)})
+            # Where nobody decodes, the tick looks around after each chunk: somebody may have come or gone.
+            if not rows or not somebody or self._closed:
+                break
+        return read
+
+    async def _read(self, chunks: dict[Sequence, int]) -> None:
+        began_s = time.monotonic()
         try:
-            if chunks:
-                await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
+            if len(chunks) == 1:
+                ((only, rows),) = chunks.items()
+                await self._engine.prefill(slot_of(only), only.next_ids(rows))
             else:
-                first = next(iter(rests))
-                chunks = {first: min(rests[first], self._limits.prefill_step_size)}
-                await self._engine.prefill(slot_of(first), first.next_ids(chunks[first]))
+                await self._engine.prefill_together({slot_of(one): one.next_ids(rows) for one, rows in chunks.items()})
         except Exception as error:
-            self.fail(list(chunks), error)
-            return True
+            await self.recover(list(chunks), error, touched=True)
+            return
+        behind = max(one.prefilled for one in chunks)
+        self._budget.took(max(chunks.values()) * len(chunks), behind, time.monotonic() - began_s)
         for sequence, rows in chunks.items():
             sequence.prefilled += rows
             if self._prefixes is not None:
                 self._prefixes.prefilled(slot_of(sequence), sequence.prefilled)
-            if not sequence.unread:
+            if not sequence.unread and sequence.times.prefilled is None:
                 sequence.times.prefilled = time.monotonic()
-        return True
 
     def _rest(self, sequence: Sequence) -> int:
         """Rows of its prompt up to its end, or to where what was read has to be kept."""
@@ -281,33 +363,44 @@ class Scheduler:
         return sequence.unread if stop is None else stop - sequence.prefilled
 
     async def _called_away(self, live: list[Sequence], began_s: float) -> bool:
-        """Waits for drafts, at most the longest patience of one sequence and a bounded one for a crowd since began_s.
+        """Waits for drafts: at most the longest patience of one sequence, and in company at most what they are worth to all.
 
         True where somebody came or left meanwhile: nobody waits for another's drafter, and nothing for a client that is gone.
         """
-        limit_s = self._limits.crowd_patience_s if len(live) > 1 else float("inf")
         while True:
             now_s = time.monotonic()
-            waiting = [(left, sequence) for sequence in live if (left := sequence.patience_left_s(now_s)) > 0]
-            left_s = min(max((left for left, _ in waiting), default=0.0), began_s + limit_s - now_s)
-            if not waiting or left_s <= 0:
+            left = {id(one): left_s for one in live if (left_s := one.patience_left_s(now_s)) > 0}
+            waiting = [one for one in live if id(one) in left]
+            if not waiting:
+                return False
+            left_s = max(left.values())
+            if len(live) > 1:
+                here = [one.bid() for one in live]
+                hoped = [one.hoped() if id(one) in left else bid for one, bid in zip(live, here, strict=True)]
+                left_s = min(left_s, began_s + self._crowd.patience_s(here, hoped) - now_s)
+            if left_s <= 0:
+                for one in waiting:
+                    one.missed()
                 return False
             if self._wake.is_set():
                 return True
-            if len(waiting) == 1:
-                await self._within(waiting[0][1].source.arrival(), left_s)
-            else:
-                await self._within(asyncio.gather(*(sequence.source.arrival() for _, sequence in waiting)), left_s)
+            await self._arrival(waiting, left_s)
+            for one in waiting:
+                if not one.source.asking:
+                    self._collected(one)
 
-    async def _within(self, arrival: Awaitable[object], timeout_s: float) -> None:
-        """Waits until `arrival`, the timeout or `wake`."""
+    async def _arrival(self, waiting: list[Sequence], timeout_s: float) -> None:
+        """Waits until one of them has its answer, the timeout or `wake`."""
+        arrivals = [asyncio.ensure_future(one.source.arrival()) for one in waiting]
         try:
             async with asyncio.timeout(timeout_s) as self._patience:
-                await arrival
+                await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             return
         finally:
             self._patience = None
+            for arrival in arrivals:
+                arrival.cancel()
 
 
 def short_rests(rests: Mapping[Sequence, int], most_rows: int) -> dict[Sequence, int]:

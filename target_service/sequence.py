@@ -17,6 +17,7 @@ from target_service.params import DraftingMode, Generation
 from target_service.recorder import NullRecorder, Recorder
 from target_service.spans import NoSpan, RequestSpan
 from target_service.stats import SpeculationCounts, Times
+from target_service.widths import Bid
 from target_service.window import Choice, Window
 
 _OUTBOX_ROUNDS = 64
@@ -39,7 +40,7 @@ Outcome = Admitted | Released | Done | DraftwireError
 
 
 class Sequence:
-    """Belongs to the event loop. The round loop calls, in this order: `collect`, `window`, `book`, `ask`, `emit`."""
+    """Belongs to the event loop. A round calls, in this order: `collect`, `bid`, `window`, `book`, `wish`, `ask`, `emit`."""
 
     def __init__(
         self,
@@ -55,6 +56,8 @@ class Sequence:
         self.matcher = matcher
         self._certainty = Certainty()
         self._forced: tuple[int, ...] = ()
+        self._joined: Joined | None = None
+        """The drafts of the last bid."""
         self.counts = SpeculationCounts()
         self.times = Times(arrived=time.monotonic())
         self.outbox: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -70,10 +73,15 @@ class Sequence:
         self.source: DraftSource = NoDrafts()
         self.span: RequestSpan = NoSpan()
         """Its place in a trace."""
-        self._controller = controller
         self._recorder = recorder or NullRecorder()
         self._told_tokens = 0
         self._told_s: float | None = None
+        self.suspect = False
+        """Whether it was in a forward that failed, and has not been in one alone since."""
+        self.controller = controller
+        self._to_read = ledger.prompt_length - 1
+        self._faults = 0
+        self._met = False
         self._rollback: Rollback | None = None
         self._plan = Plan(0, 0.0, "first_round")
         self._asked_s = 0.0
@@ -85,8 +93,8 @@ class Sequence:
 
     @property
     def unread(self) -> int:
-        """Ids of the prompt that are still to be prefilled; the last one never is."""
-        return self.last_prompt - self.prefilled
+        """Ids that its cache must read before it can take part in a round: the prompt's, but for the last."""
+        return self._to_read - self.prefilled
 
     def next_ids(self, rows: int) -> list[int]:
         """The next ids of the prompt to be prefilled."""
@@ -110,7 +118,7 @@ class Sequence:
     @property
     def cached_ids(self) -> list[int]:
         """The ids whose rows the target's cache holds between two rounds, and at the end."""
-        if self.prefilled < self.last_prompt:
+        if self.unread:
             return self.ledger.ids[: self.prefilled]
         # Where an end token ends it, pending was fed and nothing came after it.
         return self.ledger.ids[: self.ledger.cached_length + int(self.ledger.ended_by_token)]
@@ -144,25 +152,48 @@ class Sequence:
         left = self._asked_s + self._plan.patience_s - now_s
         if left > 0:
             return left
-        self._missed_patience = True
-        self._controller.late()
+        self.missed()
         return 0.0
+
+    def missed(self) -> None:
+        """The round goes on without the drafts that it waited for."""
+        self._missed_patience = True
+        self.controller.late()
+
+    def waited_for_s(self, since_s: float) -> float | None:
+        """Seconds between its question and since_s, where the round is to wait for the answer; else None."""
+        return since_s - self._asked_s if self._plan.patience_s > 0 and self._plan.ask > 0 else None
 
     def collect(self) -> None:
         """Takes what has come from the drafter."""
         came = self.source.take()
         if isinstance(came, Answer):
             self._answer = came
-            self._controller.answered(len(came.ids), came.delay_s, came.computed_s)
+            self.controller.answered(len(came.ids), came.delay_s, came.computed_s)
             self._offer = Offer(came.base_length, came.ids)
             self._score()
         elif came is not None:
-            self._controller.lost()
+            self._met = False
+            self.controller.lost()
 
-    def window(self, *, may_run_ahead: bool = True) -> Window:
-        """[pending, *drafts] for the next forward. may_run_ahead: whether the one after it may be begun ahead."""
+    def bid(self) -> Bid:
+        """What it can bring to the next forward with the drafts that are here."""
+        joined = self._joined = self._drafts()
+        if not joined.ids:
+            return Bid()
+        agreed = self._offer.agreed if self._offer is not None else 0
+        return self.controller.bid(len(joined.ids), agreed, joined.sure, joined.tail, self._certainty.chance)
+
+    def hoped(self) -> Bid:
+        """What it could bring once its question is answered."""
+        return self.controller.bid(min(self._plan.ask, self._limit()), 0)
+
+    def window(self, most: int, *, may_run_ahead: bool = True) -> Window:
+        """[pending, *drafts] for the next forward, with at most so many drafts. may_run_ahead: whether the one after it may be
+        begun ahead."""
         assert self.slot is not None
-        joined = Joined(()) if self._ahead else self._drafts()
+        joined = self._joined if self._joined is not None else self._drafts()
+        joined, self._joined = joined.first(most), None
         drafts, matcher = joined.ids, self.matcher
         choosing = self.generation.choosing
         alone = not drafts and may_run_ahead and self._may_run_ahead()
@@ -185,6 +216,7 @@ class Sequence:
 
     def book(self, window: Window, choice: Choice, committed: Committed, emitted: int) -> None:
         """Counts a round, and scores drafts against what was committed."""
+        self.suspect = False
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
             self._recorder.first_token(self.ledger.prompt_length, self.times)
@@ -199,25 +231,47 @@ class Sequence:
             self._certainty.scored(tried, min(tried, committed.accepted))
         self._score()
 
-    def ask(self) -> None:
-        """Asks the drafter for the next round, if the controller says so. Before `emit`: the question travels meanwhile."""
+    def wish(self) -> int | None:
+        """Most drafts that it may ask for now; None while a question runs."""
         self._missed_patience = False
         self._foresee()
         if self.source.asking:
             # A late answer may still fit; a second question would only take its place.
             self._plan = Plan(0, 0.0, "late")
-            return
+            return None
         limit = min(self._limit(), self.source.limit)
-        self._plan = self._controller.plan(limit)
+        if limit and not self._met:
+            self._met = True
+            self.controller.meet(self.source.report().drafter_id)
+        return limit
+
+    def ask(self, plan: Plan) -> None:
+        """Follows a plan for the next round. Before `emit`: the question travels meanwhile."""
+        self._plan = plan
         rest = len(self._offer.rest) if self._offer else 0
-        if self._plan.ask == 0 or max(rest, len(self._forced)) >= self._plan.ask or not self.source.ready:
+        if plan.ask == 0 or max(rest, len(self._forced)) >= plan.ask or not self.source.ready:
             return
         if self._forced:
             # There is something to verify already: nobody waits for more.
             self._plan = replace(self._plan, patience_s=0.0)
         self._drop_offer()
         self._asked_s = time.monotonic()
-        self.source.ask(self.ledger.ids, self._plan.ask)
+        self.source.ask(self.ledger.ids, plan.ask)
+
+    def faulted(self) -> int:
+        """It was in a forward that failed together with others. Returns how often so far."""
+        self.suspect = True
+        self._faults += 1
+        return self._faults
+
+    def restart(self) -> None:
+        """Its cache is empty again: it reads what is committed, and goes on."""
+        self.prefilled = 0
+        self.filled = True
+        self._to_read = self.ledger.cached_length
+        self._joined = None
+        self._ahead = False
+        self._offer = None
 
     def emit(self, committed: Committed) -> None:
         """Hands a round's text to the stream."""
@@ -239,6 +293,7 @@ class Sequence:
         landed_s, before_s = choice.landed_s, self._landed_s
         self._landed_s = landed_s
         answer, self._answer = self._answer, None
+        joint = self._plan.joint
         return {
             "request_id": self.generation.request_id,
             "step": window.first_step,
@@ -247,6 +302,12 @@ class Sequence:
             "next": self._plan.reason,
             "asked": self._plan.ask,
             "patience_ms": round(self._plan.patience_s * 1e3, 2),
+            "gain": round(joint.gain, 3) if joint else None,
+            "asking": len(joint.askers) if joint else None,
+            "expected_tokens": round(joint.tokens, 2) if joint else None,
+            "expected_forward_ms": round(joint.forward_s * 1e3, 2) if joint else None,
+            "expected_wait_ms": round(joint.wait_s * 1e3, 2) if joint else None,
+            "plain_ms": round(joint.plain_s * 1e3, 2) if joint else None,
             "ahead": window.ahead,
             "round_ms": round((landed_s - before_s) * 1e3, 3) if before_s is not None else None,
             "forward_ms": round(choice.forward_s * 1e3, 3),
@@ -286,15 +347,12 @@ class Sequence:
             self._forced = self.matcher.forced((), self._limit())
 
     def _drafts(self) -> Joined:
+        """Those that the next window may have; none where its forward has been begun ahead."""
+        if self._ahead:
+            return Joined(())
         limit = self._limit()
-        rest, agreed = (self._offer.rest[:limit], self._offer.agreed) if self._offer else ((), 0)
-        if self.matcher is None:
-            return Joined(rest[: self._controller.use(len(rest), agreed)] if rest else ())
-        joined = join(self.matcher, self._forced, rest, limit)
-        if not joined.ids:
-            return joined
-        use = self._controller.use(len(joined.ids), agreed, joined.sure, joined.tail, self._certainty.chance)
-        return joined.first(use)
+        rest = self._offer.rest[:limit] if self._offer is not None else ()
+        return Joined(rest) if self.matcher is None else join(self.matcher, self._forced, rest, limit)
 
     def _limit(self) -> int:
         """Most drafts that budget and cache allow: the last token of the budget needs none."""
@@ -326,7 +384,7 @@ class Sequence:
         offer, self._offer = self._offer, None
         if offer is not None:
             proposed = len(offer.ids) if offer.resolved else offer.agreed
-            self._controller.scored(proposed, offer.agreed)
+            self.controller.scored(proposed, offer.agreed)
             self.source.scored(proposed, offer.agreed)
 
     def _why_none(self) -> str:

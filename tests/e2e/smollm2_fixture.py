@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,18 +79,29 @@ class Live:
         if run not in self._done:
             if run.mode != "off":
                 self._use(run.drafter)
-            self._done[run] = self.client.complete(
-                messages=[{"role": "user", "content": PROMPTS[run.prompt][1]}],
-                max_tokens=run.tokens,
-                ignore_eos=not run.ends,
-                drafting=run.mode,
-                num_draft_tokens=run.drafts,
-                temperature=run.sampler.temperature,
-                top_p=run.sampler.top_p,
-                seed=run.sampler.seed,
-                top_logprobs=2 if run.logprobs else None,
-            )
+            self._done[run] = self._complete(run)
         return self._done[run]
+
+    def at_once(self, runs: Sequence[Run]) -> list[Completion]:
+        """The answers to runs that share the target's forwards. Made anew each time: company is what they are for."""
+        for run in runs:
+            if run.mode != "off":
+                self._use(run.drafter)
+        with ThreadPoolExecutor(len(runs)) as threads:
+            return list(threads.map(self._complete, runs))
+
+    def _complete(self, run: Run) -> Completion:
+        return self.client.complete(
+            messages=[{"role": "user", "content": PROMPTS[run.prompt][1]}],
+            max_tokens=run.tokens,
+            ignore_eos=not run.ends,
+            drafting=run.mode,
+            num_draft_tokens=run.drafts,
+            temperature=run.sampler.temperature,
+            top_p=run.sampler.top_p,
+            seed=run.sampler.seed,
+            top_logprobs=2 if run.logprobs else None,
+        )
 
     def _use(self, drafter: DrafterName) -> None:
         """Ends the running drafter and starts another at its address, under the same target."""

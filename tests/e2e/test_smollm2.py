@@ -235,6 +235,25 @@ def test_sampled_ids_are_the_best_perturbed_logits_of_mlx_lm(live: Live, oracle:
     say(show, "sampled without drafts, against mlx-lm's logits", answers, ties)
 
 
+def test_eight_chats_at_once_are_the_same_chats_alone(live: Live, oracle: Oracle, show: Show) -> None:
+    """L1 in company, half of them with drafts as they pay: ids may differ first where two ids are nearly as good."""
+    tokens = 48
+    runs = [
+        Run(drafter="lookup", prompt=index, tokens=tokens, mode="auto" if index % 2 else "off", drafts=LOOKUP_DRAFTS)
+        for index in EVERY
+    ]
+    answers = live.at_once(runs)
+    for answer in answers:
+        reconcile(answer, tokens)
+    ties = [
+        compare(answers[index].token_ids, oracle.plain(index), f"{PROMPTS[index][0]}, in company") for index in EVERY
+    ]
+    found = [f"{PROMPTS[index][0]} at {tie.step}, gap {tie.gap:.2g}" for index in EVERY if (tie := ties[index])]
+    drafted = sum(one.speculation.num_draft_tokens for one in answers)
+    show(f"eight at once: {tokens * len(answers)} ids, {drafted} drafts, near-ties: {'; '.join(found) or 'none'}")
+    assert sum(tie is not None for tie in ties) <= 2
+
+
 def test_the_target_has_one_ready_drafter_at_the_end(live: Live) -> None:
     (drafter,) = live.client.drafters()
     assert drafter.state is DrafterState.READY

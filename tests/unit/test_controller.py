@@ -13,12 +13,13 @@ import pytest
 
 from draftwire.rollback import Rollback
 from draftwire.sampling import Sampler
-from target_service.controller import Acceptance, Auto, Controller, Fixed, Off, Plan
+from target_service.controller import Acceptance, Auto, Controller, Fixed, Off, Plan, Profile
 from target_service.costs import Costs
+from target_service.crowd import Crowd
 from target_service.drafts import Answer, Lost, SourceReport
 from target_service.ledger import Ledger
 from target_service.params import Choosing, Drafting, Generation, Stopping
-from target_service.rounds import commit_round, deliver
+from target_service.rounds import ask_all, commit_round, deliver
 from target_service.sequence import Sequence as LiveSequence
 from target_service.window import Choice, Window
 
@@ -151,7 +152,7 @@ def simulate(
     guess: Guess,
     delay_s: Callable[[int], float],
     *,
-    controller: Callable[[Costs], Controller] | None = None,
+    controller: Callable[[], Controller] | None = None,
     tokens: int = TOKENS,
     computed_s: float = 0.0,
 ) -> Run:
@@ -159,6 +160,7 @@ def simulate(
     clock = Clock()
     monkeypatch.setattr("target_service.sequence.time", SimpleNamespace(monotonic=clock.monotonic))
     costs = Costs(SMOLLM2)
+    crowd = Crowd(costs)
     make = controller or auto
     generation = Generation(
         request_id="simulated",
@@ -168,7 +170,7 @@ def simulate(
         drafting=Drafting(max_drafts=MOST),
     )
     ledger = Ledger(generation.prompt, generation.stopping, lambda _: b"x")
-    sequence = LiveSequence(generation, ledger, make(costs))
+    sequence = LiveSequence(generation, ledger, make())
     drafter = ScriptedDrafter(clock, guess, delay_s, computed_s=computed_s)
     sequence.admit(0, Rollback("trim", ""), drafter)
     engine: Any = SimpleNamespace(truncate=lambda slot, length: None)
@@ -177,12 +179,13 @@ def simulate(
     run = Run(0.0, 0.0, [], [], drafter, sequence)
     begun_s, ahead = clock.now_s, False
     while not retired:
+        waited_s, tick_s, before = run.waited_s, clock.now_s, ledger.step
         while (left_s := sequence.patience_left_s(clock.now_s)) > 0:
             wait_s = min(left_s, max(0.0, drafter.due_s - clock.now_s))
             clock.now_s += wait_s
             run.waited_s += wait_s
         sequence.collect()
-        window = sequence.window()
+        window = sequence.window(crowd.share([sequence.bid()]).drafts[0])
         assert not (ahead and window.drafts), "a forward that was begun ahead has no drafts"
         forward_s = PLAIN_S if ahead else costs_of(window)
         clock.now_s += forward_s
@@ -190,7 +193,12 @@ def simulate(
         costs.observe(window.rows, forward_s, ahead=window.ahead)
         position = ledger.prompt_length + window.first_step
         choice = Choice(tuple(truth(position + row) for row in range(window.rows)), None, forward_s, clock.now_s)
-        deliver(scheduler, sequence, commit_round(engine, sequence, window, choice))
+        committed = commit_round(engine, sequence, window, choice)
+        drafting = bool(window.drafts) or run.waited_s > waited_s
+        crowd.book(ledger.step - before, 1, clock.now_s - tick_s, drafting=drafting)
+        if committed.finish is None:
+            ask_all(scheduler, crowd, [sequence], 1)
+        deliver(scheduler, sequence, committed)
         run.round_ends.append((clock.now_s - begun_s, ledger.step))
         run.widths.append(window.rows)
         while not sequence.outbox.empty():
@@ -207,8 +215,14 @@ def costs_of(window: Window) -> float:
     return Costs(SMOLLM2).forward_s(window.rows)
 
 
-def auto(costs: Costs) -> Controller:
-    return Auto(costs, MOST, delay_s=FIRST_DELAY_S, timeout_s=TIMEOUT_S, acceptance=Acceptance(MOST))
+def auto(profile: Profile | None = None) -> Auto:
+    known = profile or Profile(FIRST_DELAY_S)
+    return Auto(MOST, timeout_s=TIMEOUT_S, profiles=lambda _: known)
+
+
+def planned(crowd: Crowd, controller: Controller, limit: int) -> Plan:
+    """What one sequence alone asks for."""
+    return crowd.plan([(controller, limit)], 1)[0]
 
 
 def always(value: float) -> Callable[[int], float]:
@@ -301,14 +315,14 @@ def test_fixed_waits_at_most_twice_the_timeout_for_a_silent_drafter(
     monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     """Kind of fault: a drafter lost for good stalls the stream. The whole request loses two timeouts at most."""
-    run = simulate(monkeypatch, nothing, always(float("inf")), controller=lambda _: Fixed(drafts, TIMEOUT_S))
+    run = simulate(monkeypatch, nothing, always(float("inf")), controller=lambda: Fixed(drafts, TIMEOUT_S))
     assert run.waited_s <= 2 * TIMEOUT_S
     assert run.sequence.counts.drafted == 0
 
 
 def test_fixed_asks_for_as_many_as_fit_and_verifies_all(monkeypatch: pytest.MonkeyPatch) -> None:
     run = simulate(
-        monkeypatch, guesses(always(0.0)), always(1.5 * MS), controller=lambda _: Fixed(4, TIMEOUT_S), tokens=20
+        monkeypatch, guesses(always(0.0)), always(1.5 * MS), controller=lambda: Fixed(4, TIMEOUT_S), tokens=20
     )
     # Always wrong: one token a round; the last rounds have room for fewer drafts, the very last for none. The first two
     # rounds are plain: nothing was asked before the first, which begins the second ahead.
@@ -318,19 +332,19 @@ def test_fixed_asks_for_as_many_as_fit_and_verifies_all(monkeypatch: pytest.Monk
 
 def test_fixed_trusts_again_after_an_answer_in_time() -> None:
     fixed = Fixed(4, 0.4)
-    assert fixed.plan(9) == Plan(4, 0.4, "fixed")
+    assert fixed.plan(9, None) == Plan(4, 0.4, "fixed")
     fixed.late()
     fixed.lost()
-    assert fixed.plan(9).patience_s == pytest.approx(0.1)
+    assert fixed.plan(9, None).patience_s == pytest.approx(0.1)
     fixed.answered(4, 0.5, 0.0)
-    assert fixed.plan(9).patience_s == pytest.approx(0.1)
+    assert fixed.plan(9, None).patience_s == pytest.approx(0.1)
     fixed.answered(4, 0.3, 0.0)
-    assert fixed.plan(2) == Plan(2, 0.4, "fixed")
-    assert fixed.plan(0) == Plan(0, 0.4, "budget")
+    assert fixed.plan(2, None) == Plan(2, 0.4, "fixed")
+    assert fixed.plan(0, None) == Plan(0, 0.4, "budget")
 
 
 def test_off_never_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = simulate(monkeypatch, guesses(always(1.0)), always(1.5 * MS), controller=lambda _: Off("off"))
+    run = simulate(monkeypatch, guesses(always(1.0)), always(1.5 * MS), controller=lambda: Off("off"))
     assert run.drafter.questions == []
     assert set(run.widths) == {1}
 
@@ -338,50 +352,51 @@ def test_off_never_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("delay_ms", [1.5, 50])
 @pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
 def test_no_patience_is_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch, rate: float, delay_ms: float) -> None:
-    controller = Auto(Costs(SMOLLM2), MOST, delay_s=10.0, timeout_s=0.02, acceptance=Acceptance(MOST))
-    plan = controller.plan(MOST)
+    controller = Auto(MOST, timeout_s=0.02, profiles=lambda _: Profile(10.0))
+    plan = planned(Crowd(Costs(SMOLLM2)), controller, MOST)
     assert plan.patience_s <= 0.02
 
 
 def test_auto_plans_nothing_without_room() -> None:
-    assert auto(Costs(SMOLLM2)).plan(0).ask == 0
-    assert Auto(Costs(SMOLLM2), 0, delay_s=0.0, timeout_s=1.0, acceptance=Acceptance(0)).plan(5).ask == 0
+    crowd = Crowd(Costs(SMOLLM2))
+    assert planned(crowd, auto(), 0).ask == 0
+    assert planned(crowd, Auto(0, timeout_s=1.0, profiles=lambda _: Profile(0.0)), 5).ask == 0
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 16, 64])
 def test_auto_never_asks_for_more_than_the_limit(limit: int) -> None:
-    plan = auto(Costs(SMOLLM2)).plan(limit)
+    plan = planned(Crowd(Costs(SMOLLM2)), auto(), limit)
     assert 1 <= plan.ask <= min(limit, MOST)
 
 
 def test_a_good_drafter_is_asked_for_widths_that_are_cheap() -> None:
     """The costs are a staircase: 8 rows cost less than 6, so a steady .8 leads to 7 drafts, never to 5."""
-    controller = auto(Costs(SMOLLM2, plain_s=PLAIN_S))
+    crowd, controller = Crowd(Costs(SMOLLM2, plain_s=PLAIN_S)), auto()
     luck = random.Random(3)
     for _ in range(60):
-        asked = controller.plan(MOST).ask
+        asked = planned(crowd, controller, MOST).ask
         accepted = next((i for i in range(asked) if luck.random() >= 0.8), asked)
         controller.answered(asked, 1.5 * MS, 0.0)
         controller.scored(asked, accepted)
-        assert controller.plan(MOST).ask in (3, 7, 15, 16)
+        assert planned(crowd, controller, MOST).ask in (3, 7, 15, 16)
 
 
-def test_use_verifies_nothing_of_a_worthless_drafter_and_all_of_a_perfect_one() -> None:
-    worthless, perfect = auto(Costs(SMOLLM2)), auto(Costs(SMOLLM2))
+def test_a_tick_verifies_nothing_of_a_worthless_drafter_and_all_of_a_perfect_one() -> None:
+    crowd, worthless, perfect = Crowd(Costs(SMOLLM2)), auto(), auto()
     for _ in range(40):
         worthless.scored(16, 0)
         perfect.scored(16, 16)
-    assert worthless.use(16, 0) == 0
-    assert perfect.use(15, 0) == 15
-    assert perfect.use(8, 7) in (7, 8)
-    assert perfect.use(0, 0) == 0
+    assert crowd.share([worthless.bid(16, 0)]).drafts == (0,)
+    assert crowd.share([perfect.bid(15, 0)]).drafts == (15,)
+    assert crowd.share([perfect.bid(8, 7)]).drafts[0] in (7, 8)
+    assert crowd.share([perfect.bid(0, 0)]).drafts == (0,)
 
 
-def test_use_and_best_survive_more_positions_than_were_learned() -> None:
+def test_bids_survive_more_positions_than_were_learned() -> None:
     """A drafter that sends too much, or an offer whose agreed part is long, indexes nothing out of bounds."""
-    controller = Auto(Costs(SMOLLM2), 4, delay_s=0.0, timeout_s=1.0, acceptance=Acceptance(4))
-    assert 0 <= controller.use(64, 3) <= 64
-    assert 0 <= controller.use(2, 64) <= 2
+    crowd, controller = Crowd(Costs(SMOLLM2)), Auto(4, timeout_s=1.0, profiles=lambda _: Profile(0.0))
+    assert 0 <= crowd.share([controller.bid(64, 3)]).drafts[0] <= 64
+    assert 0 <= crowd.share([controller.bid(2, 64)]).drafts[0] <= 2
     controller.scored(64, 64)
     controller.scored(64, 0)
 

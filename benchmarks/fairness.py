@@ -1,0 +1,121 @@
+"""A 4,000-token prompt beside seven streams: what it does to them, and they to it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from itertools import pairwise
+
+from rich.console import Console
+
+from benchmarks.report import Report
+from client.services import Services, ServicesConfig
+from draftwire.blas import default_threads
+from draftwire.client import Client
+from draftwire.events import Chunk
+
+MODEL = "smollm2-135m"
+_PROMPT = 4000
+_OTHERS = 7
+_BEFORE_S = 15.0
+
+
+class _Stream(threading.Thread):
+    """One client that reads until it is told to stop."""
+
+    def __init__(self, address: str, ids: list[int], max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._address, self._ids, self._max_tokens = address, ids, max_tokens
+        self.came_s: list[float] = []
+        self.stopped = False
+
+    def run(self) -> None:
+        """Notes when each chunk came."""
+        with (
+            Client(self._address) as client,
+            client.generate(
+                token_ids=self._ids, temperature=0.0, max_tokens=self._max_tokens, drafting="off", ignore_eos=True
+            ) as stream,
+        ):
+            for event in stream:
+                if isinstance(event, Chunk):
+                    self.came_s.append(time.perf_counter())
+                if self.stopped:
+                    return
+
+    def gaps_s(self, first_s: float, last_s: float) -> list[float]:
+        """Between chunks in [first_s, last_s)."""
+        return [after - before for before, after in pairwise(self.came_s) if before >= first_s and after < last_s]
+
+
+def run(console: Console) -> Report:
+    """The prompt alone, then the streams alone, then both; greedy, without drafts."""
+    threads = default_threads()
+    config = ServicesConfig(model=MODEL, drafter="lookup", threads=threads)
+    with Services(config, sink=lambda name, line: None) as services, Client(services.target_address) as client:
+        words = list(
+            client.tokenize(text="The keeper climbed the stairs and wrote the weather into a small green book. ")
+        )
+        prompt = (words * (_PROMPT // len(words) + 1))[:_PROMPT]
+        console.print("fairness: the prompt alone")
+        alone_s = _first_token_s(services.target_address, prompt)
+        console.print(f"fairness: {_OTHERS} streams alone")
+        streams = [_Stream(services.target_address, words[number:] + words, 3000) for number in range(_OTHERS)]
+        for stream in streams:
+            stream.start()
+        while any(len(stream.came_s) < 5 for stream in streams):
+            time.sleep(0.1)
+        began_s = time.perf_counter()
+        time.sleep(_BEFORE_S)
+        ended_s = time.perf_counter()
+        console.print("fairness: both")
+        beside_s = _first_token_s(services.target_address, prompt)
+        last_s = time.perf_counter()
+        for stream in streams:
+            stream.stopped = True
+        for stream in streams:
+            stream.join()
+        before = [gap for stream in streams for gap in stream.gaps_s(began_s, ended_s)]
+        during = [gap for stream in streams for gap in stream.gaps_s(ended_s, last_s)]
+    return _report(alone_s, beside_s, before, during, threads)
+
+
+def _first_token_s(address: str, prompt: list[int]) -> float:
+    reader = _Stream(address, prompt, 1)
+    began_s = time.perf_counter()
+    reader.run()
+    return reader.came_s[0] - began_s
+
+
+def _report(alone_s: float, beside_s: float, before: list[float], during: list[float], threads: int) -> Report:
+    quiet_s, worst_s = statistics.median(before), _percentile(during, 0.99)
+    figures: dict[str, float | int | str] = {
+        "others_p99_over_p50": round(worst_s / quiet_s, 3),
+        "prefill_vs_alone": round(beside_s / alone_s, 3),
+        "others_p50_before_ms": round(quiet_s * 1e3, 1),
+        "others_p99_before_ms": round(_percentile(before, 0.99) * 1e3, 1),
+        "others_p50_during_ms": round(statistics.median(during) * 1e3, 1),
+        "others_p99_during_ms": round(worst_s * 1e3, 1),
+        "others_max_during_ms": round(max(during) * 1e3, 1),
+        "prefill_alone_s": round(alone_s, 2),
+        "prefill_beside_s": round(beside_s, 2),
+        "gaps": len(during),
+    }
+    return Report(
+        name="fairness",
+        figures=figures,
+        setting={"model": MODEL, "threads": threads, "prompt": _PROMPT, "streams": _OTHERS, "drafting": "off"},
+        columns=["figure", "value"],
+        rows=[],
+        bars={
+            "before": [figures["others_p50_before_ms"], figures["others_p99_before_ms"]],  # type: ignore[list-item]
+            "during": [figures["others_p50_during_ms"], figures["others_p99_during_ms"]],  # type: ignore[list-item]
+        },
+        groups=["p50", "p99"],
+        unit="ms between a stream's tokens",
+    )
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

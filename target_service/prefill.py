@@ -1,0 +1,120 @@
+"""How much of the prompts is read between two rounds, and whose. Pure: seconds in, tokens out.
+
+Between two rounds prompts may take `_BUDGET` times what a round takes. A stream that wants p seconds between its tokens gets
+them every (1 + _BUDGET) p at worst, and a prompt is read at _BUDGET / (1 + _BUDGET) of the speed that it has alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+_BUDGET = 1.65
+_REMEMBERED_ROUNDS = 9
+_TILE = 4
+_LARGE = 32
+_FEWEST = 2
+"""Tokens that a gap reads whatever they cost: nobody starves."""
+_FOLLOW = 0.3
+_FIRST_SLOPE = 1e-3
+"""What a token behind it adds to a token, of what that costs: the first guess. Attention overtakes the rest at 1,000 tokens."""
+_TURNS = 4
+
+
+class PrefillCosts:
+    """Seconds of a chunk of n tokens behind p others: T(n) + slope n p, T from a table. Followed while serving."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        """measured: tokens -> seconds of a first chunk, at least one entry."""
+        self._table = sorted(measured.items())
+        self._pace = 1.0
+        few, many = self._table[0], self._table[-1]
+        each_s = (many[1] - few[1]) / (many[0] - few[0]) if many[0] > few[0] else few[1] / few[0]
+        self._slope_s = max(each_s, 1e-7) * _FIRST_SLOPE
+
+    def seconds(self, tokens: int, behind: int) -> float:
+        """Of a chunk."""
+        return self._pace * self._first_s(tokens) + self._slope_s * tokens * behind
+
+    def observe(self, tokens: int, behind: int, seconds: float) -> None:
+        """Follows a chunk that took `seconds`. An outlier counts at most as twice the usual."""
+        usual = self.seconds(tokens, behind)
+        error = min(seconds, 2 * usual) / usual - 1.0
+        # Each part follows as far as it made the sum: the first chunks tell the pace, those behind much text the slope.
+        deep = self._slope_s * tokens * behind / usual
+        self._pace *= 1.0 + _FOLLOW * (1.0 - deep) * error
+        self._slope_s *= 1.0 + min(1.0, 2 * _FOLLOW) * deep * error
+
+    def _first_s(self, tokens: int) -> float:
+        """From the table; beyond its ends, the slope of the nearest two entries, or in proportion where there is one."""
+        table = self._table
+        if len(table) == 1:
+            return table[0][1] * tokens / table[0][0]
+        index = next((i for i in range(1, len(table)) if table[i][0] >= tokens), len(table) - 1)
+        (few, less_s), (many, more_s) = table[index - 1], table[index]
+        slope_s = max(0.0, more_s - less_s) / (many - few)
+        return max(less_s / 2, less_s + (tokens - few) * slope_s)
+
+
+class PrefillBudget:
+    """The chunks of the gap between two rounds."""
+
+    def __init__(self, step: int, costs: PrefillCosts, *, one_size: bool = False) -> None:
+        """step: most tokens a chunk, and the tokens of each where nobody decodes. one_size: every chunk has them (but a
+        prompt's last), also where somebody does; it is then read once the gaps before it have saved up for it."""
+        self._step = step
+        self._costs = costs
+        self._one_size = one_size
+        self._rounds_s: deque[float] = deque(maxlen=_REMEMBERED_ROUNDS)
+        self._left_s = 0.0
+        self._read = 0
+
+    def gap(self, round_s: float) -> None:
+        """A round has ended, which took round_s; another gap begins."""
+        self._rounds_s.append(round_s)
+        # What a gap leaves is not saved: two small ones would make one large one. Chunks of one size have to be saved for.
+        saved_s = self._left_s if self._one_size else 0.0
+        self._left_s = saved_s + _BUDGET * statistics.median(self._rounds_s)
+        self._read = 0
+
+    def chunk(self, rest: int, behind: int) -> int:
+        """Tokens to read now of a prompt that has `rest` left behind `behind`; 0 where the gap is over."""
+        if self._one_size:
+            tokens = min(self._step, rest)
+            return tokens if self._costs.seconds(tokens, behind) <= self._left_s else 0
+        fits = bisect_right(range(1, min(self._step, rest) + 1), self._left_s, key=self._after(behind))
+        if fits >= min(_FEWEST, rest):
+            return fits - fits % _TILE if _LARGE <= fits < rest else fits
+        return min(_FEWEST, rest) if self._read == 0 else 0
+
+    def _after(self, behind: int) -> Callable[[int], float]:
+        return lambda tokens: self._costs.seconds(tokens, behind)
+
+    def took(self, tokens: int, behind: int, seconds: float) -> None:
+        """A chunk has been read."""
+        self._costs.observe(tokens, behind, seconds)
+        self._left_s -= seconds
+        self._read += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt that is not read yet."""
+
+    priority: int
+    rest: int
+    """Tokens left."""
+
+
+def whose_turn(prompts: Sequence[Waiting], turn: int) -> int:
+    """Which prompt has the next chunk; prompts in the order of their admission, at least one.
+
+    The shortest rest of the highest priority, so that nobody waits for a long prompt; and each fourth chunk is of the one
+    admitted first, so that a long prompt, or a low priority, is not starved by those that keep coming.
+    """
+    if turn % _TURNS == _TURNS - 1:
+        return 0
+    return min(range(len(prompts)), key=lambda i: (-prompts[i].priority, prompts[i].rest, i))
