@@ -24,6 +24,7 @@ _BLOCK = 32
 """Tokens that are stored together: from disk, whole blocks only."""
 _TOKENS = 4
 _REPEATS = 3
+_QUESTIONS = {"cold": "Summarise this.", "hit": "Which words are used most?", "disk": "Which words are used most?"}
 
 
 def run(console: Console) -> Report:
@@ -39,15 +40,18 @@ def run(console: Console) -> Report:
                 prompt = _prefix(client)
                 # The first request of a process pays for what the operating system and mlx do once.
                 generate(client, [7] * 40, max_tokens=_TOKENS, drafting="off")
-                arms["cold"].append(_ask(client, prompt, "Summarise this.", cached=0))
+                arms["cold"].append(_ask(client, prompt, "cold", 0))
                 progress.advance(task)
-                arms["hit"].append(_ask(client, prompt, "Which words are used most?", cached=_PREFIX))
+                arms["hit"].append(_ask(client, prompt, "hit", _PREFIX))
                 progress.advance(task)
             with _target(kept, threads) as client:
                 generate(client, [7] * 40, max_tokens=_TOKENS, drafting="off")
-                arms["disk"].append(_ask(client, prompt, "What is it about?", cached=_PREFIX // _BLOCK * _BLOCK))
+                arms["disk"].append(_ask(client, prompt, "disk", _PREFIX // _BLOCK * _BLOCK))
                 progress.advance(task)
-    return _report(arms, threads)
+                if not number:
+                    # The same question without the cache must have the same answer.
+                    read = _ask(client, prompt, "hit", 0, cache=False)
+    return _report(arms, threads, all(timed.ids == read.ids for timed in (*arms["hit"], *arms["disk"])))
 
 
 @contextmanager
@@ -65,25 +69,26 @@ def _prefix(client: Client) -> list[int]:
     return (ids * (_PREFIX // len(ids) + 1))[:_PREFIX]
 
 
-def _ask(client: Client, prefix: list[int], question: str, *, cached: int) -> Timed:
-    """A request behind the prefix. Raises AssertionError where it reused something else than it should."""
-    timed = generate(client, [*prefix, *client.tokenize(question)], max_tokens=_TOKENS, drafting="off")
+def _ask(client: Client, prefix: list[int], arm: str, cached: int, *, cache: bool = True) -> Timed:
+    """A question behind the prefix. Raises AssertionError where it reused something else than it should."""
+    ids = [*prefix, *client.tokenize(_QUESTIONS[arm])]
+    timed = generate(client, ids, max_tokens=_TOKENS, drafting="off", ignore_eos=True, cache=cache)
     assert timed.finished is not None
     found = timed.finished.usage.cached_tokens
     # A question may begin like the one before it.
-    if not cached <= found <= cached + 3:
-        raise AssertionError(f"{found} tokens were reused, not {cached}")
+    if not cached <= found <= cached + 3 or len(timed.ids) != _TOKENS:
+        raise AssertionError(f"{arm}: {found} tokens were reused, not {cached}; {len(timed.ids)} were made")
     return timed
 
 
-def _report(arms: dict[str, list[Timed]], threads: int) -> Report:
+def _report(arms: dict[str, list[Timed]], threads: int, equal: bool) -> Report:
     first_ms = {name: [timed.first_s * 1e3 for timed in runs] for name, runs in arms.items()}
     medians = {name: statistics.median(times) for name, times in first_ms.items()}
     figures: dict[str, float | int | str] = {
         "ttft_hit_ratio": _ratio(first_ms["hit"], first_ms["cold"]),
         "ttft_disk_ratio": _ratio(first_ms["disk"], first_ms["cold"]),
         **{f"ttft_{name}_ms": round(value, 1) for name, value in medians.items()},
-        "prefix_tokens": _PREFIX,
+        "ids_equal": str(equal),
     }
     return Report(
         name="prefix",

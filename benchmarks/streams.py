@@ -39,8 +39,10 @@ def generate(
     max_tokens: int,
     drafting: Literal["auto", "off", "fixed"],
     drafts: int | None = None,
+    ignore_eos: bool = False,
+    cache: bool = True,
 ) -> Timed:
-    """A greedy completion over gRPC, to its natural end or max_tokens."""
+    """A greedy completion over gRPC, to its natural end (unless ignore_eos) or max_tokens."""
     ids: list[int] = []
     finished: Finished | None = None
     began_s = time.perf_counter()
@@ -51,6 +53,8 @@ def generate(
         max_tokens=max_tokens,
         drafting=drafting,
         num_draft_tokens=drafts,
+        ignore_eos=ignore_eos,
+        cache=cache,
     ) as stream:
         for event in stream:
             if isinstance(event, Chunk):
