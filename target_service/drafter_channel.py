@@ -96,9 +96,11 @@ class Secrets:
     tls: TLS | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
 
-    def channel(self, address: str, max_message_bytes: int) -> grpc.aio.Channel:
-        """A channel to a drafter."""
+    def channel(self, address: str, max_message_bytes: int, authority: str = "") -> grpc.aio.Channel:
+        """A channel to a drafter, spoken to by the name `authority` where there is one."""
         options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, ("grpc.max_send_message_length", max_message_bytes)]
+        if authority:
+            options.append(("grpc.default_authority", authority))
         tls = self.tls
         if tls is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -114,8 +116,10 @@ class DraftCalls:
     Belongs to the event loop.
     """
 
-    def __init__(self, address: str, credentials: DrafterCredentials) -> None:
+    def __init__(self, address: str, credentials: DrafterCredentials, authority: str = "") -> None:
+        """authority: the name, with port, whose address this is: its certificate is checked by it; empty: the address."""
         self._address = address
+        self._authority = authority
         self._credentials = credentials
         self._replaced: grpc.aio.Channel | None = None
         self._stamps = credentials.stamps()
@@ -123,7 +127,7 @@ class DraftCalls:
 
     def _use(self, secrets: Secrets) -> None:
         self._metadata = (("authorization", f"Bearer {secrets.token}"),) if secrets.token else None
-        self._channel = secrets.channel(self._address, self._credentials.max_message_bytes)
+        self._channel = secrets.channel(self._address, self._credentials.max_message_bytes, self._authority)
         self._stub: draft_pb2_grpc.DraftServiceAsyncStub = draft_pb2_grpc.DraftServiceStub(self._channel)
 
     async def renew(self) -> None:
