@@ -34,6 +34,7 @@ from draftwire.tokens import Role
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import target_pb2 as pb
 from draftwire.wire import from_rpc_error
+from target_service.drafter_channel import DraftCalls, DrafterCredentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 TEXT = [5, 6, 7, 8, 9, 1, 5, 6]
@@ -315,6 +316,20 @@ class TestHop:
             answer = await target.client.complete("abcabcabc", max_tokens=8, ignore_eos=True)
             assert answer.speculation.no_draft_reason is not None
             assert len(drafter.rounds.table) == 0
+
+    async def test_an_address_that_a_name_has_led_to_is_checked_by_the_name(self, authority: Authority) -> None:
+        pair = authority.issue("named", "drafter.example")
+        credentials = DrafterCredentials(ca=authority.ca)
+        async with draft_service(guard=guard(authority, pair)) as drafter:
+            for name, good in (("drafter.example:50052", True), ("another.example:50052", False), ("", False)):
+                calls = DraftCalls(drafter.address, credentials, name)
+                try:
+                    assert (await calls.Describe(draft_pb2.DescribeRequest(), timeout=1.5)).instance_id
+                    assert good
+                except grpc.aio.AioRpcError:
+                    assert not good
+                finally:
+                    await calls.close()
 
 
 class TestSilence:
