@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -77,7 +78,7 @@ def _same(result: Result, plain: Result, loose: bool) -> bool:
     if not loose:
         return result.visible == plain.visible
     pairs = zip(result.logprobs, plain.logprobs, strict=True)
-    return result.visible[:-1] == plain.visible[:-1] and all(
+    return replace(result, logprobs=()).visible == replace(plain, logprobs=()).visible and all(
         one is not None and other is not None and math.isclose(one.logprob, other.logprob, abs_tol=TOLERANCE)
         for one, other in pairs
     )

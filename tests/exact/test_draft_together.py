@@ -149,7 +149,7 @@ class Writer:
         dice = self.dice
         return SessionSpec(
             prompt_length=max(1, len(text)),
-            max_length=max(len(text), dice.choice([CONTEXT, CONTEXT, CONTEXT + 30, len(text) + 20])),
+            max_length=max(len(text) + 8, dice.choice([CONTEXT, CONTEXT, CONTEXT + 30, len(text) + 20])),
             sampler=dice.choice(SAMPLERS),
             end_ids=frozenset(dice.sample(range(TINY_VOCAB), 6)),
             cache_salt=dice.choice(["", "salt"]),
