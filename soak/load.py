@@ -102,6 +102,9 @@ class Users:
             status = error.code().name
             if status in NEVER:
                 self.tally.fault(status, f"{behaviour}: {error.details()}")
+        except Exception as error:
+            self.tally.fault("client", f"{behaviour}: {error!r}")
+            return
         self.tally.outcome(behaviour, status)
 
     # Those who compare.
@@ -296,6 +299,11 @@ async def _raw(address: str, method: Any, parts: Sequence[bytes], timeout_s: flo
             if error.code().name in NEVER:
                 raise
             return str(error.code().name)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return "UNAVAILABLE"  # so grpc.aio says that the connection broke while it was sending
     return "OK"
 
 

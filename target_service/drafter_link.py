@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import grpc
 
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, Unavailable
 from draftwire.logs import get_logger
 from draftwire.noise import NOISE_VERSION
 from draftwire.sampling import SAMPLER_VERSION
@@ -42,6 +42,12 @@ async def answer_of(call: Awaitable[M]) -> M:
         reply: M | None = await call
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # So grpc.aio ends a streaming call whose connection breaks while it is being sent. Nobody cancelled us.
+        raise Unavailable("the connection was lost") from None
     if reply is None:
         # So grpc.aio answers bytes that are not the message.
         raise DraftwireError("its reply cannot be read: it does not speak this contract", reason="MALFORMED_REPLY")

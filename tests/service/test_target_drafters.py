@@ -232,6 +232,36 @@ class TestRestarts:
             assert result.speculation.num_accepted_draft_tokens > 0
             assert (await target.drafter()).state is DrafterState.READY, "full is not broken"
 
+    @pytest.mark.parametrize("name", ["Prefill", "Draft", "Describe"])
+    async def test_a_call_that_grpc_ends_as_if_we_had_cancelled_it_is_a_lost_connection(
+        self, model: Path, plain: Completion, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """grpc.aio raises CancelledError where a connection breaks while a stream is sent: that must not end our own tasks."""
+        monkeypatch.setattr(drafter_link, "_RECHECK_S", 0.05)
+        fake = FakeDraftService(testing.perfect(plain.token_ids))
+        async with drafted(model, fake) as (target, _):
+            (link,) = target.target.pool.links
+            call, broken = getattr(link.stub, name), []
+
+            async def breaks() -> None:
+                raise asyncio.CancelledError
+
+            def once(*args: Any, **options: Any) -> Any:
+                if broken:
+                    return call(*args, **options)
+                broken.append(name)
+                return breaks()
+
+            setattr(link.stub, name, once)
+            held = Held(target)
+            async with held.at(1) as task:
+                await happens(lambda: broken and link.state is LinkState.READY) if name != "Draft" else None
+                await held.step(lambda: broken and len(fake.drafts) > 3)
+                held.brake.release()
+                result = await task
+            assert visible(result) == visible(plain)
+            assert result.speculation.num_accepted_draft_tokens > 0
+
     async def test_an_idle_target_notices_that_a_drafter_is_gone(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
