@@ -26,6 +26,7 @@ ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "/draftwire.v1.TargetService/Detokenize": _USER,
     "/draftwire.v1.TargetService/GetModelInfo": _LOOK,
     "/draftwire.v1.TargetService/ListDrafters": frozenset({Role.ADMIN}),
+    "/draftwire.v1.TargetService/ListRequests": frozenset({Role.ADMIN}),
     "/draftwire.v1.DraftService/Describe": frozenset({Role.DRAFTER, Role.ADMIN}),
     "/draftwire.v1.DraftService/Prefill": _PEER,
     "/draftwire.v1.DraftService/Draft": _PEER,

@@ -32,6 +32,7 @@ from target_service.drafter_channel import credentials_of
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
+    from target_service.prefix.counts import PrefixCounts
     from target_service.service import TargetService
 
 _log = get_logger("target")
@@ -121,7 +122,11 @@ async def _serve(
 def _collectors(lifecycle: Lifecycle, service: TargetService) -> list[Collector]:
     from target_service.metrics import target_collector
 
-    return [target_collector(lifecycle, lambda: service.target)]
+    def prefix_cache() -> PrefixCounts | None:
+        prefixes = service.target.prefixes if service.target is not None else None
+        return prefixes.snapshot() if prefixes is not None else None
+
+    return [target_collector(lifecycle, lambda: service.target, prefix_cache)]
 
 
 async def _stop_asked(signals: Signals, other: asyncio.Task[Any]) -> bool:

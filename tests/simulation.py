@@ -108,6 +108,13 @@ class SimulatedEngine:
     pace: float = 1.0
     """Of forwards with drafts: what the table does not know, as a drafter that computes on the target's cores."""
 
+    @property
+    def batching(self) -> str:
+        return "ragged" if self.batch_costs is not None else "one by one"
+
+    def room(self, live: int) -> int:
+        return 64
+
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()

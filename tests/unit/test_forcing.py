@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from target_service.controller import Acceptance, Auto, Fixed, Off
+from target_service.controller import Acceptance, Fixed, Off
 from target_service.costs import Costs
 from target_service.forcing import Certainty, Joined, join
+from target_service.widths import Bid, share
 
 ROWS = {1: 1.0, 2: 1.04, 4: 1.1, 8: 1.3, 16: 1.8, 17: 2.4}
 
@@ -66,27 +67,32 @@ def test_sure_drafts_are_used_as_far_as_they_pay_whatever_the_drafter_is_worth()
     worthless = Acceptance(16)
     for _ in range(60):
         worthless.score(16, 0, 16)
-    controller = Auto(Costs(ROWS), 16, delay_s=0.003, timeout_s=1.0, acceptance=worthless)
-    assert controller.use(15, 0, 15, 0, 0.98) == 15
-    assert controller.use(15, 0, 15, 0, 0.01) == 0
-    assert controller.use(15, 0, 3, 0, 0.98) == 3
-    assert controller.use(15, 0, 0, 0, 0.98) == 0
+    assert used(worthless, 15, 15, 0, 0.98) == 15
+    assert used(worthless, 15, 15, 0, 0.01) == 0
+    assert used(worthless, 15, 3, 0, 0.98) == 3
+    assert used(worthless, 15, 0, 0, 0.98) == 0
     # The step from 16 rows to 17 costs more than one token is worth.
-    assert controller.use(16, 0, 16, 0, 0.98) == 15
+    assert used(worthless, 16, 16, 0, 0.98) == 15
 
 
 def test_forced_text_behind_a_good_drafters_is_as_likely_as_those() -> None:
     good = Acceptance(16)
     for _ in range(60):
         good.score(4, 4, 4)
-    controller = Auto(Costs(ROWS), 16, delay_s=0.003, timeout_s=1.0, acceptance=good)
-    assert controller.use(12, 0, 0, 8, 0.98) == 12
-    assert controller.use(12, 0, 0, 8, 0.0) == 4
+    assert used(good, 12, 0, 8, 0.98) == 12
+    assert used(good, 12, 0, 8, 0.0) == 4
 
 
 def test_the_other_controllers_use_all_or_none() -> None:
-    assert Off("off").use(3, 0, 3, 0, 0.9) == 0
-    assert Fixed(4, 0.1).use(3, 0, 2, 1, 0.1) == 3
+    costs = Costs(ROWS)
+    assert share([Off("off").bid(3, 0, 3, 0, 0.9)], costs).drafts == (0,)
+    assert share([Fixed(4, 0.1).bid(3, 0, 2, 1, 0.1)], costs).drafts == (3,)
+
+
+def used(acceptance: Acceptance, available: int, sure: int, tail: int, chance: float) -> int:
+    """Drafts that one sequence verifies alone."""
+    bid = Bid(acceptance.tokens(available, 0, sure, tail, chance))
+    return share([bid], Costs(ROWS)).drafts[0]
 
 
 def test_certainty_follows_what_stands() -> None:
