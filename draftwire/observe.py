@@ -132,15 +132,19 @@ def _single(begin: Callable[[], _Watches], behaviour: Callable[..., Awaitable[An
     return call
 
 
-def _stream(
-    begin: Callable[[], _Watches], behaviour: Callable[..., AsyncIterator[Any]]
-) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _stream(begin: Callable[[], _Watches], behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    """behaviour: yields messages, or writes them itself."""
+
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         watches, code = begin(), grpc.StatusCode.CANCELLED
         try:
-            async for message in behaviour(_received(watches, request), context):
-                watches.sent()
-                yield message
+            watched = _Writing(context, watches)
+            messages = behaviour(_received(watches, request), watched)
+            if hasattr(messages, "__aiter__"):
+                async for message in messages:
+                    await watched.write(message)
+            else:
+                await messages
             code = _code(context)
         except grpc.aio.AbortError:
             code = _code(context)
@@ -152,6 +156,21 @@ def _stream(
             watches.ended(code, context)
 
     return call
+
+
+class _Writing:
+    """The context of a call, with its messages counted."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], watches: _Watches) -> None:
+        self._context = context
+        self._watches = watches
+
+    async def write(self, message: Any) -> None:
+        await self._context.write(message)
+        self._watches.sent()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _received(watches: _Watches, request: Any) -> Any:

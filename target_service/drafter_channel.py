@@ -119,7 +119,7 @@ class DraftCalls:
     Belongs to the event loop.
     """
 
-    def __init__(self, address: str, credentials: DrafterCredentials, *, authority: str = "") -> None:
+    def __init__(self, address: str, credentials: DrafterCredentials, authority: str = "") -> None:
         """authority: the name, with port, whose address this is; empty where the address is all there is."""
         self._address = address
         self._authority = authority

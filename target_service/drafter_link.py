@@ -116,7 +116,7 @@ class DrafterLink:
         self._guests: set[asyncio.Event] = set()
         self._moved = asyncio.Event()
         self._recheck = asyncio.Event()
-        self.stub = DraftCalls(address, identity.credentials, authority=authority)
+        self.stub = DraftCalls(address, identity.credentials, authority)
 
     @property
     def rpc_p50_s(self) -> float | None:

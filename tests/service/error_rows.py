@@ -18,7 +18,7 @@ from service.target_fixture import LOCAL, Running, happens, target_service
 from draft_service.sources.lookup import LookupSource
 from draftwire.access import Access, TokenFile
 from draftwire.channels import Endpoint
-from draftwire.errors import InternalError
+from draftwire.errors import FailedPrecondition, InternalError, Overloaded
 from draftwire.guard import Guard
 from draftwire.serving import Lifecycle, State, listen
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
@@ -284,8 +284,27 @@ def broken_forward(reason: str, error: Exception) -> None:
 
 
 broken_forward("INTERNAL", RuntimeError("secret of /models/private"))
-for reason in ("LOGITS_NOT_FINITE", "CACHE_LENGTH", "CACHE_NOT_TRIMMABLE"):
+for reason in ("LOGITS_NOT_FINITE", "CACHE_LENGTH", "CACHE_NOT_TRIMMABLE", "CACHE_LOST", "CONSTRAINT_VIOLATED"):
     broken_forward(reason, InternalError("secret of /models/private", reason=reason))
+for reason in ("CONSTRAINT_DEAD_END", "CONSTRAINT_TOO_SLOW"):
+    broken_forward(reason, FailedPrecondition("the constraint cannot go on", reason=reason))
+
+
+@row("target", "GRAMMAR_INVALID")
+async def bad_grammar(model: Path, folder: Path) -> None:
+    async with target_service(model) as target:
+        await target.client.complete("x", regex="(")
+
+
+@row("target", "COMPILER_BUSY")
+async def busy_compiler(model: Path, folder: Path) -> None:
+    async def busy(job: object, timeout_s: float) -> str:
+        raise Overloaded("the grammar compiler is busy", reason="COMPILER_BUSY", retry_after_s=1.0)
+
+    async with target_service(model) as target:
+        assert target.target.grammars is not None
+        target.target.grammars._process.ask = busy  # type: ignore[method-assign]
+        await target.client.complete("x", regex="a")
 
 
 class Fitted(LookupSource):

@@ -105,7 +105,8 @@ class TestPlaces:
             await ready(target, *addresses)
             brake = target.brake()
             tasks = [asyncio.ensure_future(answer(target)) for _ in range(6)]
-            await happens(lambda: sum(len(fake.open_sessions) for fake in fakes) == 6)
+            # They come one by one, and each is admitted between two forwards.
+            await steps(brake, lambda: sum(len(fake.open_sessions) for fake in fakes) == 6)
             assert [len(fake.open_sessions) for fake in fakes] == [2, 2, 2]
             brake.release()
             await asyncio.gather(*tasks)
