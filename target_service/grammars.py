@@ -31,7 +31,6 @@ _log = get_logger("grammars")
 _START_S: Final = 60.0
 _MOST_MEMORY: Final = 1 << 30
 _MOST_GRAMMAR: Final = 64 << 20
-_INVALID_REASON: Final = "GRAMMAR_INVALID"
 _JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
 Job = dict[str, Any]
 
@@ -298,4 +297,4 @@ class CompilerProcess:
 
 
 def _refused(kind: str, problem: str) -> InvalidRequest:
-    return invalid(kind, problem, reason=_INVALID_REASON)
+    return invalid(kind, problem, reason="GRAMMAR_INVALID")

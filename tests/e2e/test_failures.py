@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,6 @@ async def test_smollm2_goes_on_without_its_drafter_and_with_it_again() -> None:
                 async with program("draft_service", "--port", str(first.port)) as second:
                     await second.until("state", state="serving")
                     result = await rest(stream)
-                    assert result.usage == plain.usage
+                    assert replace(result.usage, cached_tokens=0) == replace(plain.usage, cached_tokens=0)
                     assert result.speculation.reseeds >= 1
                     await both.drafter_is(DrafterState.READY)

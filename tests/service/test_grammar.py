@@ -295,3 +295,11 @@ async def test_a_drafter_and_the_grammar_draft_together(model: Path) -> None:
                 assert stats.num_forced_draft_tokens == stats.num_draft_tokens
             await target.at_rest()
             assert fake.refused == []
+
+
+async def test_a_constraint_over_the_limit_is_refused_before_it_is_compiled(model: Path) -> None:
+    async with target_service(model, grammar_max_bytes=20) as target:
+        assert (await target.client.complete("x", regex="a{3}", max_tokens=8)).text == "aaa"
+        with pytest.raises(InvalidRequest) as caught:
+            await target.client.complete("x", regex="a" * 21)
+        assert "20" in caught.value.violations[0].description
