@@ -95,12 +95,12 @@ def _arms(threads: int) -> Iterator[Mapping[str, Read]]:
         client = stack.enter_context(Client(services.target_address))
         plain = stack.enter_context(MlxLmServer(MODEL, threads))
         drafted = stack.enter_context(MlxLmServer(MODEL, threads, draft_model=draft))
-        ours = reader(client, max_tokens=_TOKENS, drafting="auto")
+        ours = reader(client, max_tokens=_TOKENS, drafting="auto", tenant="drafted")
         theirs = _bounded(plain)
         yield {
             "ours": ours,
             "ours, copies": ours,
-            "ours, no drafts": reader(client, max_tokens=_TOKENS, drafting="off"),
+            "ours, no drafts": reader(client, max_tokens=_TOKENS, drafting="off", tenant="plain"),
             "mlx_lm.server": theirs,
             "mlx_lm.server, copies": theirs,
             _DRAFT_ARM: _bounded(drafted),

@@ -86,15 +86,17 @@ def closed_loop(read: Read, turns: Sequence[str], streams: int) -> Crowd:
     return Crowd(readings=tuple(readings[number] for number in range(len(turns))), wall_s=wall_s)
 
 
-def reader(client: Client, *, max_tokens: int, drafting: Literal["auto", "off"]) -> Read:
-    """Reads greedy chat completions of our service."""
+def reader(client: Client, *, max_tokens: int, drafting: Literal["auto", "off"], tenant: str) -> Read:
+    """Reads greedy chat completions of our service. tenant: those of another one share no remembered prompts with it."""
 
     def read(user_turn: str) -> Reading:
         text, arrivals_s = "", []
         finished: Finished | None = None
         began_s = time.perf_counter()
         messages = [{"role": "user", "content": user_turn}]
-        with client.generate(messages=messages, temperature=0.0, max_tokens=max_tokens, drafting=drafting) as stream:
+        with client.generate(
+            messages=messages, temperature=0.0, max_tokens=max_tokens, drafting=drafting, cache_salt=tenant
+        ) as stream:
             for event in stream:
                 if isinstance(event, Chunk) and event.text:
                     arrivals_s.append(time.perf_counter() - began_s)
