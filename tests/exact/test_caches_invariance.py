@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exact
 
 LOOSE = ("falcon_h1", "mamba2", "longcat_flash", "deepseek_v32")
 """mlx-lm computes a single row in another way than several: Mamba 2 scans in blocks, latent attention decompresses its keys.
-Ids, text and counts are equal; logprobs agree to `TOLERANCE` (measured: at most 1e-5)."""
+Ids, text and counts are equal; logprobs agree to `TOLERANCE` (deepseek_v32: 4e-6 measured)."""
 TOLERANCE = 1e-4
 WINDOWS = {
     "gemma3": 8,
