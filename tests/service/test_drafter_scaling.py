@@ -284,7 +284,7 @@ class TestBest:
                 await asyncio.gather(answer(target), answer(target))
             brake = target.brake()
             tasks = [asyncio.ensure_future(answer(target)) for _ in range(4)]
-            await happens(lambda: len(quick.open_sessions) + len(slack.open_sessions) == 4)
+            await steps(brake, lambda: len(quick.open_sessions) + len(slack.open_sessions) == 4)
             assert len(quick.open_sessions) >= 3
             brake.release()
             await asyncio.gather(*tasks)
