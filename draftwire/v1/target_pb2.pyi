@@ -39,7 +39,9 @@ class _DraftingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Drafting
     DRAFTING_MODE_OFF: _DraftingMode.ValueType  # 2
     """No drafts."""
     DRAFTING_MODE_FIXED: _DraftingMode.ValueType  # 3
-    """Asks for num_draft_tokens in every round, and waits for them up to the server's draft timeout."""
+    """Asks for num_draft_tokens in every round, and waits for them up to the server's draft timeout; in company at most as
+    long as they are worth it to all.
+    """
 
 class DraftingMode(_DraftingMode, metaclass=_DraftingModeEnumTypeWrapper):
     """How drafts are used."""
@@ -51,7 +53,9 @@ DRAFTING_MODE_AUTO: DraftingMode.ValueType  # 1
 DRAFTING_MODE_OFF: DraftingMode.ValueType  # 2
 """No drafts."""
 DRAFTING_MODE_FIXED: DraftingMode.ValueType  # 3
-"""Asks for num_draft_tokens in every round, and waits for them up to the server's draft timeout."""
+"""Asks for num_draft_tokens in every round, and waits for them up to the server's draft timeout; in company at most as
+long as they are worth it to all.
+"""
 Global___DraftingMode: _TypeAlias = DraftingMode  # noqa: Y015
 
 class _FinishReason:
