@@ -150,6 +150,8 @@ class RaggedPool:
         self.layers: list[Any] = [self._mirror(cache) for cache in prototype]
         """What the model gets as its cache."""
         self._flat: list[RaggedLayer] = list(flat(self.layers))
+        self.coming = 0
+        """Sequences that there will soon be, those that have a row included: the pool grows once for all of them."""
         self._rows: list[PoolRow | None] = []
         self._reach: list[int] = []  # by index: positions that anything was ever written to
         self._roomy = 0
@@ -303,7 +305,7 @@ class RaggedPool:
         rows = self.rows
         longest = max((row.length for row in rows), default=0) + width
         needed = (longest // CAPACITY_STEP + 1) * CAPACITY_STEP
-        return self._class_of(max(len(rows), 1)), needed if 2 * needed <= self.capacity else self.capacity
+        return self._class_of(max(len(rows), self.coming, 1)), needed if 2 * needed <= self.capacity else self.capacity
 
     def rows_of(self, row: PoolRow) -> list[KVCache]:
         """A copy of a row as caches of its own, layer by layer: mlx-lm's, batch 1, in time order."""
@@ -354,7 +356,7 @@ class RaggedPool:
 
     def _size_for(self, rows: int, capacity: int) -> tuple[int, int]:
         """Slots and capacity that hold so much, and no less than there is."""
-        slots = max(self.slots, self._class_of(max(rows, 1)))
+        slots = max(self.slots, self._class_of(max(rows, self.coming, 1)))
         return slots, max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
 
     def _places(self, rows: Sequence[PoolRow]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from draftwire.beside import forward_beside, teach
 from draftwire.loaded import LoadedModel
 from draftwire.ragged import RaggedPool, prefill_caches, smallest_window, unpoolable
 
@@ -40,10 +41,36 @@ def why_not(loaded: LoadedModel) -> str:
         return f"the model does not take rows of different lengths ({type(failure).__name__})"
     finally:
         mx.clear_cache()
+    return _verdict(error, loaded, "rows of different lengths differ from the same rows alone")
+
+
+def learn_beside(loaded: LoadedModel) -> str:
+    """Teaches a model that `why_not` found fit to read prompts beside windows. Why it cannot be; "" where it has learnt it.
+
+    Runs on the compute thread.
+    """
+    try:
+        untaught = teach(loaded.model)
+    except ValueError as error:
+        return str(error)
+    try:
+        reason = _verdict(
+            _difference_beside(loaded.model, loaded.head_width),
+            loaded,
+            "a prompt beside windows differs from one alone",
+        )
+    except Exception as failure:
+        reason = f"the model does not take prompts beside windows ({type(failure).__name__})"
+    finally:
+        mx.clear_cache()
+    if reason:
+        untaught()
+    return reason
+
+
+def _verdict(error: float, loaded: LoadedModel, what: str) -> str:
     tolerance = _TOLERANCE.get(loaded.dtype, _COARSE)
-    if not error <= tolerance:
-        return f"rows of different lengths differ from the same rows alone by {error:.1e}, over {tolerance:.0e}"
-    return ""
+    return "" if error <= tolerance else f"{what} by {error:.1e}, over {tolerance:.0e}"
 
 
 def _difference(model: Any, width: int) -> float:
@@ -67,12 +94,43 @@ def _difference(model: Any, width: int) -> float:
         for row, prompt, window in zip(rows, prompts, windows, strict=True):
             alone = make_prompt_cache(model)
             model(mx.array([prompt]), cache=alone)
-            expected = model(mx.array([window]), cache=alone)[0].astype(mx.float32)
-            found = logits[row.index, : len(window)].astype(mx.float32)
-            errors.append(mx.max(mx.linalg.norm(found - expected, axis=-1) / mx.linalg.norm(expected, axis=-1)))
+            expected = model(mx.array([window]), cache=alone)[0]
+            errors.append(_distance(logits[row.index, : len(window)], expected))
     largest = max(cast("list[float]", mx.stack(errors).tolist()))
     pool.clear()
     return largest
+
+
+def _difference_beside(model: Any, width: int) -> float:
+    """As `_difference`: of windows beside two prompts' second chunks, and of what those prompts then say."""
+    texts = [_ids(number, length, width) for number, length in enumerate((*_LENGTHS, *_LENGTHS))]
+    ends = [_ids(number + 4, length, width) for number, length in enumerate((2, 2, *_AFTER))]
+    alone, own, errors = [], [], []
+    for text, end in zip(texts, ends, strict=True):
+        caches = make_prompt_cache(model)
+        model(mx.array([text]), cache=caches)
+        alone.append(model(mx.array([end]), cache=caches)[0])
+        alone[-1] = mx.concatenate([alone[-1], model(mx.array([end]), cache=caches)[0]])
+        own.append(prefill_caches(make_prompt_cache(model)))
+        model(mx.array([text]), cache=own[-1])
+    pool = RaggedPool(make_prompt_cache(model))
+    rows = [pool.join(caches, len(text)) for caches, text in zip(own[:2], texts[:2], strict=True)]
+    pool.begin(2)
+    chunks = [(end, caches) for end, caches in zip(ends[2:], own[2:], strict=True)]
+    logits = forward_beside(model, mx.array(ends[:2]), pool.layers, chunks)
+    for row, expected in zip(rows, alone[:2], strict=True):
+        errors.append(_distance(logits[row.index], expected[:2]))
+    for (end, caches), expected in zip(chunks, alone[2:], strict=True):
+        errors.append(_distance(model(mx.array([end]), cache=caches)[0], expected[len(end) :]))
+    largest = max(cast("list[float]", mx.stack(errors).tolist()))
+    pool.clear()
+    return largest
+
+
+def _distance(found: mx.array, expected: mx.array) -> mx.array:
+    """The largest relative distance of two (rows, vocab) arrays' rows."""
+    apart = found.astype(mx.float32) - expected.astype(mx.float32)
+    return mx.max(mx.linalg.norm(apart, axis=-1) / mx.linalg.norm(expected.astype(mx.float32), axis=-1))
 
 
 def _ids(seed: int, count: int, width: int) -> list[int]:

@@ -8,7 +8,7 @@ from draftwire.caches import KvQuantisation
 from draftwire.compute import ComputeThread
 from draftwire.loaded import LoadedModel
 from draftwire.logs import get_logger
-from draftwire.ragged_probe import why_not
+from draftwire.ragged_probe import learn_beside, why_not
 from target_service.batch_engine import BatchEngine
 from target_service.engine import Engine
 
@@ -29,7 +29,10 @@ async def make_engine(
     else:
         reason = await compute.run(lambda: why_not(loaded))
     if not reason:
-        return BatchEngine(compute, loaded)
+        unfit = await compute.run(lambda: learn_beside(loaded))
+        if unfit:
+            _log.info("prompts_alone", reason=unfit)
+        return BatchEngine(compute, loaded, beside=not unfit)
     engine = Engine(compute, loaded, quantisation)
     engine.batching = f"one by one: {reason}"
     if batching != "off":

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _FOLLOW = 0.1
+_FOLLOW_MOST = 0.4
+_FRESH = 8
+"""Observations for which what was seen of a shape counts as of now: machines have better and worse minutes."""
+_LEAST_GAP_S = 0.002
 
 
 class Costs:
@@ -17,15 +21,15 @@ class Costs:
         self,
         measured: Mapping[int, float],
         *,
-        plain_s: float | None = None,
         shapes: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """measured: rows of one sequence -> seconds, at least one entry. plain_s: a plain step whose graph is built ahead; the
-        one-row forward if absent. shapes: (sequences, width) -> seconds of a shared forward; None where they run one by one."""
+        """measured: rows of one sequence -> seconds, at least one entry. shapes: (sequences, width) -> seconds of a shared
+        forward; None where they run one by one."""
         if not measured:
             raise ValueError("costs need at least one measured number of rows")
         self._table = dict(measured)
-        self._plain_s = {1: plain_s if plain_s is not None else self.forward_s(1)}
+        self.gap_s = 0.0
+        """What a round takes beside its forward where that could not begin ahead. A plain round hides it."""
         self.shared = shapes is not None
         """Whether sequences share a forward."""
         self._grid: dict[int, dict[int, float]] = {1: self._table}
@@ -35,14 +39,12 @@ class Costs:
         self._between: dict[tuple[int, int], float] = {}
         self._asked: dict[tuple[int, int], float] = {}
         """Answers since the last observation: a decision asks for the same shapes again and again."""
-
-    @property
-    def plain_s(self) -> float:
-        """Seconds of a plain decoding step of one sequence."""
-        return self._plain_s[1]
+        self._observations = 0
+        self._seen_at: dict[tuple[int, int], int] = {}
+        """(sequences, width) -> observations when that was observed last."""
 
     def forward_s(self, rows: int) -> float:
-        """Seconds of a forward over `rows` rows of one sequence that is not begun ahead."""
+        """Seconds of a forward over `rows` rows of one sequence."""
         return _interpolated(self._table, rows)
 
     def batch_s(self, sequences: int, width: int) -> float:
@@ -60,25 +62,31 @@ class Costs:
 
     def plain_batch_s(self, sequences: int) -> float:
         """Seconds of a plain step of so many sequences."""
-        if sequences <= 1 or not self.shared:
-            return sequences * self.plain_s
-        return self._plain_s.get(sequences, self.batch_s(sequences, 1))
+        return self.batch_s(sequences, 1)
 
-    def observe(self, rows: int, seconds: float, *, ahead: bool, sequences: int = 1) -> None:
-        """Follows a measured forward of `rows` rows for each sequence.
+    def plain_age(self, sequences: int) -> int:
+        """Observations since a plain step of so many sequences was one."""
+        return self._observations - self._seen_at.get((sequences, 1), 0)
+
+    def observe(self, rows: int, seconds: float, *, sequences: int = 1) -> None:
+        """Follows a measured forward of `rows` rows for each sequence: closely where its shape was not seen for long.
 
         An outlier (a garbage collection, a neighbour) counts at most as twice the usual.
         """
-        self._asked.clear()
-        if ahead and rows == 1:
-            usual = self.plain_batch_s(sequences)
-            self._plain_s[sequences] = _followed(usual, seconds)
-            return
+        self._observations += 1
+        age = self._observations - self._seen_at.get((sequences, rows), 0)
+        self._seen_at[sequences, rows] = self._observations
         usual = self.batch_s(sequences, rows)
+        found = usual + min(_FOLLOW_MOST, _FOLLOW * max(1.0, age / _FRESH)) * (min(seconds, 2 * usual) - usual)
         if sequences in self._grid and (sequences == 1 or rows in self._grid[sequences]):
-            self._grid[sequences][rows] = _followed(usual, seconds)
+            self._grid[sequences][rows] = found
         else:
-            self._between[sequences, rows] = _followed(usual, seconds)
+            self._between[sequences, rows] = found
+        self._asked.clear()
+
+    def observe_gap(self, seconds: float) -> None:
+        """Follows what a round took beside its forward, where that was not begun ahead."""
+        self.gap_s += _FOLLOW * (min(max(0.0, seconds), 2 * self.gap_s + _LEAST_GAP_S) - self.gap_s)
 
     def _row_s(self, sequences: int, width: int) -> float:
         """As `batch_s`, for a number of sequences that was measured, with some width at least."""
@@ -88,10 +96,6 @@ class Costs:
         # One width says nothing about the others; the rows of a single sequence do.
         (known,) = row
         return row[known] * self.forward_s(sequences * width) / max(self.forward_s(sequences * known), 1e-9)
-
-
-def _followed(usual: float, seconds: float) -> float:
-    return usual + _FOLLOW * (min(seconds, 2 * usual) - usual)
 
 
 def _interpolated(table: Mapping[int, float], key: int) -> float:

@@ -16,6 +16,8 @@ from target_service.widths import Bid, Hope, Joint, Share, ask_together, share, 
 _GAIN_TO_START = 1.05
 _GAIN_TO_STAY = 1.0
 _FOLLOW = 0.2
+_PLAIN_EVERY = 64
+"""Forwards after which the time of a plain step is out of date."""
 _WORST_BENEFIT = 0.98
 _BENEFIT_ROUNDS = 128
 _FEWEST_ROUNDS = 24
@@ -46,8 +48,18 @@ class Crowd:
         return self._plan(wishes, max(sequences, len(wishes)))
 
     def share(self, bids: Sequence[Bid]) -> Share:
-        """The windows of a tick."""
-        return share(bids, self.costs)
+        """The windows of a tick.
+
+        Nobody has drafts now and then, where no plain step was seen for long: what drafts bring is judged by what it takes.
+        """
+        chosen = share(bids, self.costs)
+        if (
+            any(chosen.drafts)
+            and self.costs.plain_age(len(bids)) >= _PLAIN_EVERY
+            and not any(bid.forced for bid in bids)
+        ):
+            return share([Bid()] * len(bids), self.costs)
+        return chosen
 
     def patience_s(self, now: Sequence[Bid], hoped: Sequence[Bid]) -> float:
         """Most that a tick of several waits for drafts that are late: half of what would use up all that they bring."""

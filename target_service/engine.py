@@ -5,8 +5,9 @@ The event loop calls the public methods; methods with a leading underscore run o
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ class Slot:
     ahead: PendingChoice | mx.array | None = None
     """The choice after [pending] at position `keep`, begun before pending was read back; under a constraint, which has to
     know pending, its logits."""
+    ahead_s: float | None = None
+    """When mlx got it."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
     lost: bool = False
@@ -74,6 +77,11 @@ class Engine:
         self._width = loaded.head_width
         self._slots: dict[int, Slot] = {}
         self._next_slot = 0
+        self._built: list[Slot] = []
+        """Those whose next forward has been built ahead and not yet handed to mlx."""
+        self.reads_first = True
+        """Whether a forward's ids are read before mlx gets the next one. On a CPU handing over blocks until most of it is
+        computed, and the ids would wait for that; a GPU would idle meanwhile."""
         self.rollback: Rollback = Rollback("", "not looked at yet")
         self.batching = "one by one"
         """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
@@ -87,6 +95,10 @@ class Engine:
         """(sequences, width) -> seconds of a forward that sequences share, from warm-up; None where they share none."""
         self.prefill_costs: dict[int, float] = {}
         """Tokens -> seconds of a prompt's first chunk, from warm-up."""
+        self.reads_beside = False
+        """Whether prompts can be read in the forward of other sequences' windows."""
+        self.beside_costs: dict[int, float] = {}
+        """Tokens -> seconds that a prompt's first chunk adds to such a forward, from warm-up."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
         self.layout: Layout | None = None
@@ -148,12 +160,28 @@ class Engine:
         target = self._slots[slot]
         return self._compute.submit(lambda: self._take(target, begin, length, block, state))
 
-    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
-        """Runs a tick: every window's rows, processed, chosen and read back."""
+    async def forward(
+        self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]] | None = None
+    ) -> list[Choice]:
+        """Runs a tick: every window's rows, processed, chosen and read back.
+
+        chunks: slot -> ids of prompts to append to caches, in the same forward where the engine `reads_beside`.
+        """
+        if chunks:
+            await self.prefill_together(chunks)
+        work = self._to_run(windows)
+        return await self._computed(lambda: self._forward(work))
+
+    async def _computed(self, job: Callable[[], list[Choice]]) -> list[Choice]:
+        """Runs a forward; the next one, where it was built ahead, begins once this one's choices are on their way."""
+        choices = self._compute.submit(job)
+        self._compute.submit(self._go_on)
+        return await asyncio.wrap_future(choices)
+
+    def _to_run(self, windows: Sequence[Window]) -> list[tuple[Slot, Window]]:
         for window in windows:
             self._check_ids((window.pending, *window.drafts))
-        flights = [(self._slots[window.slot], window) for window in windows]
-        return await self._compute.run(lambda: self._forward(flights))
+        return [(self._slots[window.slot], window) for window in windows]
 
     def truncate(self, slot: int, length: int) -> None:
         """Keeps positions [0, length). Costs nothing now: the cache follows at its next forward."""
@@ -230,11 +258,14 @@ class Engine:
             self._settle(slot, most_replayed=0, length=length)
         return row_arrays(flat(slot.cache.cache.layers)) if slot.cache.cache.length >= length else None
 
-    def _forward(self, work: Sequence[tuple[Slot, Window]]) -> list[Choice]:
+    def _forward(
+        self, work: Sequence[tuple[Slot, Window]], run: Callable[[], list[Choice]] | None = None
+    ) -> list[Choice]:
+        """run: computes the work, where it is not `_run` alone."""
         if any(slot.lost for slot, _ in work):
             raise CacheLost("a cache was lost in a forward that failed", reason="CACHE_LOST")
         try:
-            return self._run(work)
+            return run() if run is not None else self._run(work)
         except Exception:
             for slot, _ in work:
                 slot.lost = True
@@ -244,19 +275,36 @@ class Engine:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
-                self._launch_ahead(flight)
+                self._build_ahead(flight)
+        if not self.reads_first:
+            self._go_on()
         return [self._land(flight) for flight in flights]
+
+    def _go_on(self) -> None:
+        """Hands over what was built ahead."""
+        built, self._built = self._built, []
+        for slot in built:
+            if slot.ahead is None:
+                continue
+            slot.ahead_s = time.perf_counter()
+            arrays = slot.ahead if isinstance(slot.ahead, mx.array) else slot.ahead.arrays()
+            try:
+                mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+            except Exception:
+                # Whoever asks for its next forward hears of it.
+                slot.ahead, slot.lost = None, True
 
     def _launch(self, slot: Slot, window: Window) -> _Flight:
         """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
         if slot.ahead is not None and not window.drafts:
             begun, slot.ahead = slot.ahead, None
-            return _Flight(slot, window, self._chosen(slot, begun, window) if isinstance(begun, mx.array) else begun)
+            choice = self._handed_over(self._chosen(slot, begun, window) if isinstance(begun, mx.array) else begun)
+            return _Flight(slot, window, choice, began_s=slot.ahead_s or time.perf_counter())
         began_s = time.perf_counter()
         # Without drafts the replay costs its rows once; with them it may have to be done again.
         replayed = self._settle(slot, MOST_REPLAYED if window.drafts else None)
         ids = slot.cache.begin([window.pending, *window.drafts], len(window.drafts))
-        choice = self._build(slot, mx.array([ids]), window)
+        choice = self._handed_over(self._build(slot, mx.array([ids]), window))
         return _Flight(slot, window, choice, replayed + len(ids) - window.rows, began_s)
 
     def _build(self, slot: Slot, ids: mx.array, window: Window) -> PendingChoice:
@@ -273,12 +321,15 @@ class Engine:
         return logits
 
     def _chosen(self, slot: Slot, logits: mx.array, window: Window) -> PendingChoice:
-        choice = choose(logits, slot.choosing, window, self.near_tie_gap)
+        return choose(logits, slot.choosing, window, self.near_tie_gap)
+
+    @staticmethod
+    def _handed_over(choice: PendingChoice) -> PendingChoice:
         mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
         return choice
 
-    def _launch_ahead(self, flight: _Flight) -> None:
-        """Begins the next plain forward from the lazy id, so that building its graph overlaps this one's computing."""
+    def _build_ahead(self, flight: _Flight) -> None:
+        """Builds the next plain forward from the lazy id, while this one computes."""
         step = flight.window.first_step + 1
         window = Window(slot=flight.window.slot, pending=0, first_step=step)
         flight.slot.cache.begin_ahead()
@@ -286,7 +337,8 @@ class Engine:
             flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
         else:
             flight.slot.ahead = self._logits(flight.slot, flight.choice.ids[None], 1)
-            mx.async_eval(flight.slot.ahead)  # type: ignore[no-untyped-call]
+        flight.slot.ahead_s = None
+        self._built.append(flight.slot)
 
     def _land(self, flight: _Flight) -> Choice:
         """A row that cannot be chosen from ends its own sequence, not the tick."""
@@ -342,11 +394,13 @@ class Engine:
 
     def _unload(self) -> None:
         self._slots.clear()
+        self._built.clear()
         self._model = None
         mx.clear_cache()
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         self.rollback = self._look()
+        self.reads_first = mx.default_device().type == mx.DeviceType.cpu
         slot = self._empty(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32

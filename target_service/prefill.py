@@ -1,7 +1,9 @@
-"""How much of the prompts is read between two rounds, and whose. Pure: seconds in, tokens out.
+"""How much of the prompts is read with a round, and whose. Pure: seconds in, tokens out.
 
-Between two rounds prompts may take `_BUDGET` times what a round takes. A stream that wants p seconds between its tokens gets
-them every (1 + _BUDGET) p at worst, and a prompt is read at _BUDGET / (1 + _BUDGET) of the speed that it has alone.
+Prompts may take `_BUDGET` times what a round takes: in the round's own forward, where the engine reads them beside its windows,
+else between two rounds. A stream that wants p seconds between its tokens gets them every (1 + _BUDGET) p at worst, and a
+prompt is read at _BUDGET / (1 + _BUDGET) of the speed that it has alone. Where more wait for their first token than have
+theirs, prompts may take that many times more, up to `_LONGEST_S`: a stream among seven that wait is owed an eighth.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _BUDGET = 1.65
+_LONGEST_S = 0.4
 _REMEMBERED_ROUNDS = 9
 _TILE = 4
 _LARGE = 32
@@ -25,7 +28,10 @@ _TURNS = 4
 
 
 class PrefillCosts:
-    """Seconds of a chunk of n tokens behind p others: T(n) + slope n p, T from a table. Followed while serving."""
+    """Seconds of a chunk of n tokens behind p others: T(n) + slope n p, T from a table. Followed while serving.
+
+    Of a chunk in a forward of its own, or what it adds to the forward of a round.
+    """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
         """measured: tokens -> seconds of a first chunk, at least one entry."""
@@ -42,7 +48,7 @@ class PrefillCosts:
     def observe(self, tokens: int, behind: int, seconds: float) -> None:
         """Follows a chunk that took `seconds`. An outlier counts at most as twice the usual."""
         usual = self.seconds(tokens, behind)
-        error = min(seconds, 2 * usual) / usual - 1.0
+        error = max(0.0, min(seconds, 2 * usual)) / usual - 1.0
         # Each part follows as far as it made the sum: the first chunks tell the pace, those behind much text the slope.
         deep = self._slope_s * tokens * behind / usual
         self._pace *= 1.0 + _FOLLOW * (1.0 - deep) * error
@@ -63,8 +69,9 @@ class PrefillBudget:
     """The chunks of the gap between two rounds."""
 
     def __init__(self, step: int, costs: PrefillCosts, *, one_size: bool = False) -> None:
-        """step: most tokens a chunk, and the tokens of each where nobody decodes. one_size: every chunk has them (but a
-        prompt's last), also where somebody does; it is then read once the gaps before it have saved up for it."""
+        """step: most tokens a chunk, and the tokens of each where nobody decodes. costs: of chunks beside those who decode.
+        one_size: every chunk has `step` tokens (but a prompt's last), also where somebody decodes; it is then read once the
+        gaps before it have saved up for it."""
         self._step = step
         self._costs = costs
         self._one_size = one_size
@@ -72,12 +79,13 @@ class PrefillBudget:
         self._left_s = 0.0
         self._read = 0
 
-    def gap(self, round_s: float) -> None:
-        """A round has ended, which took round_s; another gap begins."""
+    def gap(self, round_s: float, crowding: float = 1.0) -> None:
+        """A round has ended, which took round_s; another gap begins. crowding: prompts that wait, a stream that has its own."""
         self._rounds_s.append(round_s)
         # What a gap leaves is not saved: two small ones would make one large one. Chunks of one size have to be saved for.
         saved_s = self._left_s if self._one_size else 0.0
-        self._left_s = saved_s + _BUDGET * statistics.median(self._rounds_s)
+        usual_s = _BUDGET * statistics.median(self._rounds_s)
+        self._left_s = saved_s + max(usual_s, min(crowding * usual_s, _LONGEST_S))
         self._read = 0
 
     def chunk(self, rest: int, behind: int) -> int:
@@ -98,6 +106,17 @@ class PrefillBudget:
         self._costs.observe(tokens, behind, seconds)
         self._left_s -= seconds
         self._read += tokens
+
+    def planned(self, tokens: int, behind: int) -> None:
+        """A chunk will be read in the next forward."""
+        self._left_s -= self._costs.seconds(tokens, behind)
+        self._read += tokens
+
+    def added(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """What planned chunks, (tokens, behind) each, have added to a forward."""
+        expected = [self._costs.seconds(*chunk) for chunk in chunks]
+        for chunk, share_s in zip(chunks, expected, strict=True):
+            self._costs.observe(*chunk, seconds * share_s / max(sum(expected), 1e-9))
 
 
 @dataclass(frozen=True, slots=True)

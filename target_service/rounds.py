@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Mapping
 
 from draftwire.logs import get_logger
 from target_service.accept import Verdict, accept
@@ -12,12 +13,13 @@ from target_service.engine import Engine
 from target_service.ledger import Committed
 from target_service.matcher import dead_end
 from target_service.recorder import NullRecorder, Recorder
-from target_service.scheduler import Scheduler
+from target_service.scheduler import Scheduler, slot_of
 from target_service.sequence import Sequence
 from target_service.window import Choice, Window
 
 _log = get_logger("rounds")
 Group = list[tuple[Sequence, Window]]
+Booked = tuple[Sequence, Window, Choice, Committed]
 
 
 class DeadEnd(Exception):
@@ -33,38 +35,39 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorde
     """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
     recorder = recorder or NullRecorder()
     traces: list[dict[str, str | int | float | None]] = []
+    begun = False
     while ready := await scheduler.tick():
         began_s = time.monotonic()
         groups = groups_of(scheduler, crowd, ready)
         if groups:
             recorder.tick(sum(map(len, groups)))
         # Queued together: the engine does not idle while the first one's tokens are committed.
-        forwards = [asyncio.ensure_future(engine.forward([window for _, window in group])) for group in groups]
+        round_s = sum(expected_s(crowd, group) for group in groups)
+        reads = scheduler.beside([sequence for group in groups for sequence, _ in group], round_s)
+        forwards = [
+            asyncio.ensure_future(start(engine, group, {} if number else reads)) for number, group in enumerate(groups)
+        ]
         await asyncio.sleep(0)
         # Logging can wait until the forward runs; nobody waits for the event loop then.
         _write(traces)
-        emitted, ended, whole = 0, False, True
+        emitted, ended, whole, computed_s = 0, False, True, 0.0
         for group, forward in zip(groups, forwards, strict=True):
+            beside, reads = reads, {}
             try:
                 choices = await forward
             except Exception as error:
                 whole = False
-                await scheduler.recover([sequence for sequence, _ in group], error)
+                await scheduler.recover([*(sequence for sequence, _ in group), *beside], error)
                 continue
-            observe(crowd, group, choices)
-            booked = []
-            for (sequence, window), choice in zip(group, choices, strict=True):
-                before = sequence.ledger.step
-                try:
-                    committed = commit_round(engine, sequence, window, choice)
-                except DeadEnd as end:
-                    sequence.emit(end.committed)
-                    scheduler.fail([sequence], end.error)
-                except Exception as error:
-                    scheduler.fail([sequence], error)
-                else:
-                    booked.append((sequence, window, choice, committed))
-                    emitted += sequence.ledger.step - before
+            if beside:
+                whole = False
+                scheduler.was_read(beside, choices[0].forward_s - expected_s(crowd, group))
+            elif not scheduler.read_between:
+                observe(crowd, group, choices)
+            computed_s += choices[0].forward_s
+            steps = sum(sequence.ledger.step for sequence, _ in group)
+            booked = commit_group(scheduler, engine, group, choices)
+            emitted += sum(sequence.ledger.step for sequence, _ in group) - steps
             going_on = [sequence for sequence, *_, committed in booked if committed.finish is None]
             ask_all(scheduler, crowd, going_on, sum(map(len, groups)))
             # The questions to the drafters leave first: their answers are what the next round waits for.
@@ -73,10 +76,14 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorde
                 deliver(scheduler, sequence, committed)
                 traces.append(sequence.trace(window, choice, committed))
                 ended = ended or committed.finish is not None
-        if whole and groups:
-            drafting = scheduler.waited_s > 0.0005 or any(window.drafts for group in groups for _, window in group)
-            seconds = scheduler.waited_s + time.monotonic() - began_s
-            crowd.book(emitted, sum(map(len, groups)), seconds, drafting=drafting)
+        windows = [window for group in groups for _, window in group]
+        if whole and windows:
+            took_s = time.monotonic() - began_s
+            if not begun:
+                crowd.costs.observe_gap(took_s - computed_s)
+            drafting = scheduler.waited_s > 0.0005 or any(window.drafts for window in windows)
+            crowd.book(emitted, len(windows), scheduler.waited_s + took_s, drafting=drafting)
+        begun = all(window.ahead for window in windows)
         if ended:
             _write(traces)
 
@@ -107,6 +114,17 @@ def groups_of(scheduler: Scheduler, crowd: Crowd, ready: list[Sequence]) -> list
     return groups
 
 
+def start(engine: Engine, group: Group, reads: Mapping[Sequence, int]) -> Awaitable[list[Choice]]:
+    """One forward of these windows, and of what is read of prompts beside them."""
+    chunks = {slot_of(one): one.next_ids(rows) for one, rows in reads.items()}
+    return engine.forward([window for _, window in group], chunks)
+
+
+def expected_s(crowd: Crowd, group: Group) -> float:
+    """Seconds of a forward of these windows alone."""
+    return crowd.costs.batch_s(len(group), max(window.rows for _, window in group))
+
+
 def observe(crowd: Crowd, group: Group, choices: list[Choice]) -> None:
     """Follows what the forward cost, where that says something of its shape."""
     windows = [window for _, window in group]
@@ -116,8 +134,21 @@ def observe(crowd: Crowd, group: Group, choices: list[Choice]) -> None:
     # What a replay costs, the drafts before it have caused: it counts where there are drafts, never as plain decoding.
     if drafted or not any(choice.replayed for choice in choices):
         rows = max(window.rows for window in windows)
-        ahead = all(window.ahead for window in windows)
-        crowd.costs.observe(rows, choices[0].forward_s, ahead=ahead, sequences=len(group))
+        crowd.costs.observe(rows, choices[0].forward_s, sequences=len(group))
+
+
+def commit_group(scheduler: Scheduler, engine: Engine, group: Group, choices: list[Choice]) -> list[Booked]:
+    """Commits every sequence's round, and ends those whose own round failed. The others, in order."""
+    booked = []
+    for (sequence, window), choice in zip(group, choices, strict=True):
+        try:
+            booked.append((sequence, window, choice, commit_round(engine, sequence, window, choice)))
+        except DeadEnd as end:
+            sequence.emit(end.committed)
+            scheduler.fail([sequence], end.error)
+        except Exception as error:
+            scheduler.fail([sequence], error)
+    return booked
 
 
 def commit_round(engine: Engine, sequence: Sequence, window: Window, choice: Choice) -> Committed:

@@ -67,12 +67,14 @@ class Scheduler:
         self._order = itertools.count()
         self._running: list[Sequence] = []
         self._crowd = crowd
-        costs = PrefillCosts(engine.prefill_costs or {1: crowd.costs.forward_s(1)})
+        costs = PrefillCosts(engine.beside_costs or engine.prefill_costs or {1: crowd.costs.forward_s(1)})
         self._budget = PrefillBudget(limits.prefill_step_size, costs, one_size=limits.one_chunk_size)
         self._turn = 0
         self._returned_s: float | None = None
         self.waited_s = 0.0
         """Of the last tick: seconds that it waited for drafts."""
+        self.read_between = False
+        """Of the last tick: whether prompts were read before it, in forwards of their own."""
         self._wake = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         self._closed = False
@@ -139,14 +141,18 @@ class Scheduler:
         patient_since_s: float | None = None
         if self._returned_s is not None:
             # What came after the last tick was the round; before it, the wait for drafts.
-            self._budget.gap(self.waited_s + time.monotonic() - self._returned_s)
+            if not self._engine.reads_beside:
+                round_s = self.waited_s + time.monotonic() - self._returned_s
+                self._budget.gap(round_s, self._crowding)
             self._returned_s = None
         self.waited_s = 0.0
+        self.read_between = False
         while not self._closed:
             self._wake.clear()
             self._drop_cancelled()
             await self._admit()
             prefilled = await self._prefill()
+            self.read_between = self.read_between or prefilled
             live = [sequence for sequence in self._running if sequence.decodable and not sequence.cancelled]
             for sequence in live:
                 sequence.room = self._engine.room(len(live))
@@ -167,6 +173,34 @@ class Scheduler:
             elif not prefilled:
                 await self._wake.wait()
         return []
+
+    def beside(self, ready: list[Sequence], round_s: float) -> dict[Sequence, int]:
+        """What the forward of `ready` reads of the prompts beside their windows: sequence -> rows. round_s: its own time."""
+        engine = self._engine
+        if not engine.reads_beside or any(one.suspect or one.slot in engine.begun for one in ready):
+            return {}
+        waiting = [one for one in self._running if one.readable and not one.suspect]
+        if waiting:
+            self._budget.gap(round_s, self._crowding)
+        chunks: dict[Sequence, int] = {}
+        while waiting:
+            turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
+            one = waiting.pop(turn)
+            rest = self._rest(one)
+            rows = self._budget.chunk(rest, one.prefilled)
+            if rows:
+                self._turn += 1
+                self._budget.planned(rows, one.prefilled)
+                chunks[one] = rows
+            if rows < rest:
+                break
+        return chunks
+
+    def was_read(self, chunks: Mapping[Sequence, int], added_s: float) -> None:
+        """Books what `beside` planned, and how much longer the forward took for it."""
+        if chunks:
+            self._budget.added([(rows, one.prefilled) for one, rows in chunks.items()], added_s)
+            self._book_read(chunks)
 
     @property
     def settled(self) -> bool:
@@ -224,6 +258,12 @@ class Scheduler:
         """Ends everything that runs or waits."""
         self.fail([*self._running, *(sequence for _, _, sequence in self._queue)], error)
         self._queue.clear()
+
+    @property
+    def _crowding(self) -> float:
+        """Sequences that still read their prompts, for each that has its own behind it."""
+        reading = sum(one.unread > 0 for one in self._running)
+        return reading / max(1, len(self._running) - reading)
 
     def _begun(self, ready: list[Sequence]) -> list[Sequence]:
         """Those whose forward was begun ahead, where it was: who has come meanwhile joins the tick after."""
@@ -310,7 +350,8 @@ class Scheduler:
         self._prefixes.open(sequence.slot, generation.prompt, ready, owner=generation.owner, salt=generation.cache_salt)
 
     async def _prefill(self) -> bool:
-        """Reads from the prompts: one chunk where nobody decodes, what the gap between two rounds holds where somebody does.
+        """Reads from the prompts in forwards of their own: one chunk where nobody decodes; where somebody does, what the gap
+        between two rounds holds, unless the engine reads them beside its windows (`beside`).
 
         A chunk is of one prompt, or of all short rests in one forward. Drafters read them at the same time. True where
         something was read.
@@ -318,12 +359,19 @@ class Scheduler:
         read = False
         while waiting := [one for one in self._running if one.readable]:
             somebody = any(one.decodable and not one.cancelled for one in self._running)
+            if somebody and self._engine.reads_beside:
+                # One that was in a forward that failed shows alone whether the fault is its own.
+                waiting = [one for one in waiting if one.suspect]
+                if not waiting:
+                    break
             turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
             first = waiting.pop(turn)
             rest = self._rest(first)
             together = rest <= SHORT_PREFILL and not self._limits.one_chunk_size and not first.suspect
             rows = self._limits.prefill_step_size
-            if somebody:
+            if somebody and self._engine.reads_beside:
+                rows = min(rest, SHORT_PREFILL)
+            elif somebody:
                 rows = self._budget.chunk(rows if together else rest, first.prefilled)
             if rows:
                 self._turn += 1
@@ -348,8 +396,12 @@ class Scheduler:
         except Exception as error:
             await self.recover(list(chunks), error, touched=True)
             return
-        behind = max(one.prefilled for one in chunks)
-        self._budget.took(max(chunks.values()) * len(chunks), behind, time.monotonic() - began_s)
+        if not self._engine.reads_beside:
+            behind = max(one.prefilled for one in chunks)
+            self._budget.took(max(chunks.values()) * len(chunks), behind, time.monotonic() - began_s)
+        self._book_read(chunks)
+
+    def _book_read(self, chunks: Mapping[Sequence, int]) -> None:
         for sequence, rows in chunks.items():
             sequence.prefilled += rows
             if self._prefixes is not None:

@@ -147,8 +147,8 @@ class _Curve:
 
 
 def _tick_s(costs: Costs, sequences: int, drafts: int) -> float:
-    """Seconds of a tick in one forward. Without drafts, its graph was built while the last one ran."""
-    return costs.plain_batch_s(sequences) if drafts == 0 else costs.batch_s(sequences, 1 + drafts)
+    """Seconds of a tick in one forward."""
+    return costs.batch_s(sequences, 1 + drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def ask_together(hopes: Sequence[Hope], sequences: int, costs: Costs, before: in
     hopes: of those that can ask, of `sequences` that run. With s_i(j) and P_i(j) their survival and offers, m of them asking
     for k drafts bring
 
-        gain = (prod_i (1 + s_i(1) + ... + s_i(k)))^(1/B) T_plain / (wait + T_k),
+        gain = (prod_i (1 + s_i(1) + ... + s_i(k)))^(1/B) T_plain / (wait + gap + T_k),
         T_k = T(B, 1) + sum_j P(any offers j) (T(B, 1 + j) - T(B, j)),
 
     or, where that is less, with the same sum for T(m, .) and T(B - m, 1) for the rest in a forward of its own.
@@ -215,7 +215,7 @@ def ask_together(hopes: Sequence[Hope], sequences: int, costs: Costs, before: in
             wait_s[k] = max(wait_s[k], hope.delay_s + k * hope.draft_s)
             shared_s += (1.0 - nobody[k]) * (shared[k] - shared[k - 1])
             own_s += (1.0 - nobody[k]) * (own[k] - own[k - 1])
-            seconds = min(shared_s, own_s)
+            seconds = min(shared_s, own_s) + costs.gap_s
             gain = math.exp(value[k] / sequences) * plain_s / max(seconds + wait_s[k], 1e-9)
             if gain > best[0]:
                 best = gain, count, k, seconds, wait_s[k], value[k]

@@ -104,9 +104,14 @@ class SimulatedEngine:
     batch_costs: dict[tuple[int, int], float] | None = field(default_factory=dict)
     begun: frozenset[int] = frozenset()
     lost: set[int] = field(default_factory=set)
+    reads_beside: bool = False
     prefilled: int = 0
     pace: float = 1.0
     """Of forwards with drafts: what the table does not know, as a drafter that computes on the target's cores."""
+
+    @property
+    def beside_costs(self) -> dict[int, float]:
+        return {n: added_s(n, 0) for n in (4, 16, 64)} if self.reads_beside else {}
 
     @property
     def batching(self) -> str:
@@ -138,7 +143,10 @@ class SimulatedEngine:
                 self.caches[slot] += len(ids)
                 self.prefilled += len(ids)
 
-    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
+    async def forward(
+        self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]] | None = None
+    ) -> list[Choice]:
+        chunks = chunks or {}
         async with self._lock:
             if any(window.slot in self.lost for window in windows):
                 raise CacheLost("lost")
@@ -146,13 +154,17 @@ class SimulatedEngine:
             width = max(window.rows for window in windows)
             plain = all(window.ahead for window in windows)
             seconds = self.costs.plain_batch_s(len(windows)) if plain else self.costs.batch_s(len(windows), width)
-            await asyncio.sleep(seconds * (self.pace if width > 1 else 1.0))
+            added = sum(added_s(len(ids), self.caches[slot]) for slot, ids in chunks.items())
+            await asyncio.sleep(seconds * (self.pace if width > 1 else 1.0) + added)
             try:
-                self.fails(windows)
+                self.fails([*windows, *(Window(slot=slot, pending=0, first_step=0) for slot in chunks)])
             except Exception:
                 # As in a pool: everybody's arrays are gone.
-                self.lost |= {slot for slot, length in self.caches.items() if length}
+                self.lost |= {slot for slot, length in self.caches.items() if length or slot in chunks}
                 raise
+            for slot, ids in chunks.items():
+                self.caches[slot] += len(ids)
+                self.prefilled += len(ids)
             self.forwards.append((len(windows), width))
             choices = []
             for window in windows:
@@ -184,6 +196,11 @@ def chunk_s(tokens: int, behind: int) -> float:
     at = next((i for i in range(1, len(table)) if table[i][0] >= tokens), len(table) - 1)
     (few, less), (many, more) = table[at - 1], table[at]
     return (less + (tokens - few) * (more - less) / (many - few) + CHUNK_SLOPE_MS * tokens * behind) * MS
+
+
+def added_s(tokens: int, behind: int) -> float:
+    """What a chunk adds to a forward that reads the weights anyway, but for those of attention."""
+    return chunk_s(tokens, behind) - 0.7 * CHUNKS[1] * MS
 
 
 Guess = Callable[[int, int], Sequence[int]]

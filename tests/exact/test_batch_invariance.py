@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,19 +99,24 @@ class Company:
         self.ticks = 0
         self.widest = 0
         self.checked = 0
+        self.beside = 0
+        """Ticks that read prompts as well."""
         self._ticked = asyncio.Condition()
         self._sources: dict[str, DraftSource] = {}
         self._requests: dict[int, Request] = {}
         self._forward = target.engine.forward
         target.scheduler.open_source = lambda sequence: self._sources[sequence.generation.request_id]
 
-    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
+    async def forward(
+        self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]] | None = None
+    ) -> list[Choice]:
         """The engine's, with a look at a cache now and then."""
         if self.dice.random() < 0.15:
             await self._check_cache(self.dice.choice(windows))
-        choices = await self._forward(windows)
+        choices = await self._forward(windows, chunks)
         self.ticks += 1
         self.widest = max(self.widest, len(windows))
+        self.beside += bool(chunks)
         async with self._ticked:
             self._ticked.notify_all()
         return choices
@@ -192,7 +197,7 @@ async def _mixes(kind: str, tmp_path: Path) -> None:
         cases = [Case(wanted, await complete(target, wanted)) for wanted in requests(dice)]
         company = Company(target, dice)
         mixes = 0
-        while mixes < 12 or company.widest < 5 or company.checked < 20:
+        while mixes < 12 or company.widest < 5 or company.checked < 20 or company.beside < 20:
             mixes += 1
             assert mixes <= 100, "the mixes do not test what they are for"
             await company.run(dice.choices(cases, k=dice.randint(1, 8)))

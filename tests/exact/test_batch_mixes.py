@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,9 @@ class Mix:
         self.failed = False
         self._forward = company._forward
 
-    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
+    async def forward(
+        self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]] | None = None
+    ) -> list[Choice]:
         """The engine's, but for one tick of several, whose arrays it loses."""
         if self.fails_at is not None and self.company.ticks >= self.fails_at and not self.failed and len(windows) > 1:
             self.failed = True
@@ -82,12 +84,12 @@ class Mix:
 
             def fail() -> None:
                 engine._lose_all()  # type: ignore[attr-defined]
-                for window in windows:
-                    engine._slots[window.slot].lost = True
+                for slot in (*(window.slot for window in windows), *(chunks or ())):
+                    engine._slots[slot].lost = True
                 raise RuntimeError("a kernel")
 
             await engine._compute.run(fail)
-        return await self._forward(windows)
+        return await self._forward(windows, chunks)
 
 
 async def _run(target: Target, members: Sequence[Member], fails_at: int | None, dice: random.Random) -> None:

@@ -166,10 +166,10 @@ async def _mixed(tmp_path: Path) -> None:
         widest = 0
         forward = target.engine.forward
 
-        async def watched(windows: Any) -> Any:
+        async def watched(windows: Any, chunks: Any = None) -> Any:
             nonlocal widest
             widest = max(widest, len(windows))
-            return await forward(windows)
+            return await forward(windows, chunks)
 
         target.engine.forward = watched  # type: ignore[method-assign]
         for _ in range(6):

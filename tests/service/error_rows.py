@@ -275,7 +275,7 @@ async def with_token(address: str, token: str) -> AsyncIterator[Any]:
 def broken_forward(reason: str, error: Exception) -> None:
     @row("target", reason)
     async def trigger(model: Path, folder: Path) -> None:
-        async def forward(windows: object) -> None:
+        async def forward(windows: object, chunks: object = None) -> None:
             raise error
 
         async with target_service(model) as target:

@@ -180,10 +180,10 @@ class Brake:
         self._forward, self._prefill = engine.forward, engine.prefill
         engine.forward, engine.prefill = self.forward, self.prefill  # type: ignore[method-assign]
 
-    async def forward(self, windows: Any) -> Any:
+    async def forward(self, windows: Any, chunks: Any = None) -> Any:
         self.forwards += 1
         await self._pass()
-        return await self._forward(windows)
+        return await self._forward(windows, chunks)
 
     async def prefill(self, slot: int, ids: Any) -> None:
         self.prefills += 1

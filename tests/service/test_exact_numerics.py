@@ -126,9 +126,9 @@ class Company:
         target.scheduler.open_source = lambda sequence: self._sources[sequence.generation.request_id]
         target.engine.forward = self.forward  # type: ignore[method-assign]
 
-    async def forward(self, windows: Sequence[Window]) -> list[Choice]:
+    async def forward(self, windows: Sequence[Window], chunks: Any = None) -> list[Choice]:
         """The engine's, counted."""
-        choices = await self._forward(windows)
+        choices = await self._forward(windows, chunks)
         self.ticks += 1
         self.most = max(self.most, len(windows))
         async with self._ticked:

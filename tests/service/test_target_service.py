@@ -322,7 +322,7 @@ class TestRefusals:
         engine = target.target.engine
         forward = engine.forward
 
-        async def broken(windows: object) -> Any:
+        async def broken(windows: object, chunks: object = None) -> Any:
             raise error
 
         engine.forward = broken  # type: ignore[method-assign]

@@ -27,8 +27,10 @@ MS = 1e-3
 TABLE = {1: 37.7, 2: 41.3, 3: 48.5, 4: 49.9, 5: 54.1, 6: 61.8, 8: 53.8, 9: 60.0, 12: 65.3, 16: 63.6}
 SMOLLM2 = {rows: ms * MS for rows, ms in TABLE.items()}
 """Seconds of a forward of the default model on two cores, by rows."""
-PLAIN_S = 35.0 * MS
+PLAIN_S = TABLE[1] * MS
 """A plain step that was begun ahead."""
+GAP_S = 2.7 * MS
+"""What a round takes beside a forward that was not."""
 TOKENS = 400
 FIRST_DELAY_S = 3 * MS
 TIMEOUT_S = 0.5
@@ -187,10 +189,13 @@ def simulate(
         sequence.collect()
         window = sequence.window(crowd.share([sequence.bid()]).drafts[0])
         assert not (ahead and window.drafts), "a forward that was begun ahead has no drafts"
-        forward_s = PLAIN_S if ahead else costs_of(window)
+        forward_s = costs_of(window)
         clock.now_s += forward_s
+        if not ahead:
+            clock.now_s += GAP_S
+            costs.observe_gap(GAP_S)
         ahead = window.ahead
-        costs.observe(window.rows, forward_s, ahead=window.ahead)
+        costs.observe(window.rows, forward_s)
         position = ledger.prompt_length + window.first_step
         choice = Choice(tuple(truth(position + row) for row in range(window.rows)), None, forward_s, clock.now_s)
         committed = commit_round(engine, sequence, window, choice)
@@ -307,7 +312,7 @@ def test_probes_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_round_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     run = simulate(monkeypatch, guesses(always(1.0)), always(1.5 * MS))
-    assert run.round_ends[0][0] == pytest.approx(SMOLLM2[1])
+    assert run.round_ends[0][0] == pytest.approx(SMOLLM2[1] + GAP_S)
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 16])
@@ -371,7 +376,7 @@ def test_auto_never_asks_for_more_than_the_limit(limit: int) -> None:
 
 def test_a_good_drafter_is_asked_for_widths_that_are_cheap() -> None:
     """The costs are a staircase: 8 rows cost less than 6, so a steady .8 leads to 7 drafts, never to 5."""
-    crowd, controller = Crowd(Costs(SMOLLM2, plain_s=PLAIN_S)), auto()
+    crowd, controller = Crowd(Costs(SMOLLM2)), auto()
     luck = random.Random(3)
     for _ in range(60):
         asked = planned(crowd, controller, MOST).ask

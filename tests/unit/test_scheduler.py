@@ -30,19 +30,20 @@ async def alone_s(tokens: int) -> float:
         return stream.came_s[0] - began_s
 
 
+@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(
     ("others", "prompt", "slowest"), [(1, LONG, 3.6), (3, LONG, 2.9), (7, LONG, 2.5), (7, 1000, 2.5)]
 )
 def test_a_long_prompt_freezes_nobody_and_is_not_starved(
-    monkeypatch: pytest.MonkeyPatch, others: int, prompt: int, slowest: float
+    monkeypatch: pytest.MonkeyPatch, beside: bool, others: int, prompt: int, slowest: float
 ) -> None:
     """Kind of fault: head-of-line blocking. p99 gap of the others at most 3 times their p50 without it.
 
-    What the prompt may take follows: every chunk reads all weights, and behind 4,000 tokens little fits beside that.
+    What the prompt may take follows: a chunk of its own reads all weights, and behind 4,000 tokens little fits beside that.
     """
 
     async def run() -> None:
-        async with House(SimulatedEngine()) as house:
+        async with House(SimulatedEngine(reads_beside=beside)) as house:
             streams = [house.stream(20, 4000) for _ in range(others)]
             await asyncio.sleep(5)
             began_s = now_s()
@@ -56,7 +57,7 @@ def test_a_long_prompt_freezes_nobody_and_is_not_starved(
             for stream, _ in streams:
                 house.scheduler.cancel(stream.sequence)
             assert len(during) >= others * 20
-        assert took_s <= slowest * await alone_s(prompt)
+        assert took_s <= (1.95 if beside else slowest) * await alone_s(prompt), took_s / await alone_s(prompt)
 
     simulated(monkeypatch, run())
 
