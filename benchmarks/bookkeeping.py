@@ -1,4 +1,4 @@
-"""What counting costs: microseconds that a round, a message and a scrape pay, without any model."""
+"""What a step costs beside the model, with eight sequences; and what counting costs a round, a message and a scrape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from benchmarks import ragged_step
 from benchmarks.report import Report
+from draftwire.blas import default_threads, load_blas
 from draftwire.metrics import rpc_collector
 from draftwire.observe import Method
 from draftwire.rpc_tally import RpcTally
@@ -21,6 +23,7 @@ from target_service.recorder import NullRecorder, Recorder
 from target_service.stats import Times
 from target_service.tally import Tally
 
+_WIDTHS = (1, 4)
 _ROUNDS = 20_000
 _REPEATS = 9
 _DRAFTED, _ACCEPTED = 4, 3
@@ -56,14 +59,19 @@ def microseconds(work: Callable[[], object], count: int = _ROUNDS) -> float:
 
 
 def run(console: Console) -> Report:
-    """The figures are microseconds; those of a round without anybody who counts are subtracted."""
+    """Shares of a step, and microseconds of the counters; those of a round without anybody who counts are subtracted."""
+    threads = default_threads()
+    load_blas("auto", threads=threads)
+    steps = ragged_step.measure(_WIDTHS)
     idle = {drafted: microseconds(lambda drafted=drafted: rounds(NullRecorder(), drafted)) for drafted in (0, _DRAFTED)}  # type: ignore[misc]
     tally = Tally()
     plain = microseconds(lambda: rounds(tally, 0)) - idle[0]
     speculative = microseconds(lambda: rounds(tally, _DRAFTED)) - idle[_DRAFTED]
     message = microseconds(lambda: messages(RpcTally()))
     copied, rendered = asyncio.run(_scrape(tally))
-    figures = {
+    figures: dict[str, float | int | str] = {
+        **{f"step_8x{width}_share": round(1 - model_s / step_s, 4) for width, (step_s, model_s) in steps.items()},
+        **{f"step_8x{width}_ms": round(step_s * 1e3, 2) for width, (step_s, _) in steps.items()},
         "plain_round_us": round(plain, 2),
         "speculative_round_us": round(speculative, 2),
         "speculative_token_us": round(speculative / (_ACCEPTED + 1), 2),
@@ -71,11 +79,18 @@ def run(console: Console) -> Report:
         "scrape_on_the_event_loop_us": round(copied, 1),
         "scrape_elsewhere_us": round(rendered, 1),
     }
-    console.print("no model was run: this is the cost of the counters alone")
+    console.print("the microseconds are those of the counters alone")
     return Report(
         name="bookkeeping",
         figures=figures,
-        setting={"rounds": _ROUNDS, "repeats": _REPEATS, "drafted": _DRAFTED, "accepted": _ACCEPTED},
+        setting={
+            "model": ragged_step.MODEL,
+            "threads": threads,
+            "rounds": _ROUNDS,
+            "repeats": _REPEATS,
+            "drafted": _DRAFTED,
+            "accepted": _ACCEPTED,
+        },
         columns=("what", "microseconds"),
         rows=[],
     )

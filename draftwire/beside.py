@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ def forward_beside(
 def teach(model: Any) -> Callable[[], None]:
     """Makes a model's layers understand `Segments`; other calls pass through. Returns what takes it back.
 
-    Raises ValueError for a model whose layers have no `self_attn`.
+    Raises ValueError for a model whose layers have no `self_attn`, or several.
     """
     layers = list(model.layers)
     modules = [(getattr(layer, "self_attn", None), _attention) for layer in layers]
     modules.append((layers[-1] if layers else None, _last_layer))
-    if any(module is None for module, _ in modules):
+    if not all(isinstance(module, nn.Module) for module, _ in modules):
         raise ValueError("its layers have no self_attn")
     # A class of its own a module's class, so that parameters, attributes and isinstance stay as they are.
     before = [(module, type(module)) for module, _ in modules]

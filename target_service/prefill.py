@@ -22,6 +22,8 @@ _LARGE = 32
 _FEWEST = 2
 """Tokens that a gap reads whatever they cost: nobody starves."""
 _FOLLOW = 0.3
+_LEAST_S = 1e-6
+_LEAST_PACE = 1e-3
 _FIRST_SLOPE = 1e-3
 """What a token behind it adds to a token, of what that costs: the first guess. Attention overtakes the rest at 1,000 tokens."""
 _TURNS = 4
@@ -46,12 +48,13 @@ class PrefillCosts:
         return self._pace * self._first_s(tokens) + self._slope_s * tokens * behind
 
     def observe(self, tokens: int, behind: int, seconds: float) -> None:
-        """Follows a chunk that took `seconds`. An outlier counts at most as twice the usual."""
-        usual = self.seconds(tokens, behind)
-        error = max(0.0, min(seconds, 2 * usual)) / usual - 1.0
+        """Follows a chunk that took `seconds`. An outlier counts at most as twice the usual, and as half of it at least: what
+        a chunk adds to a forward is a difference, and may seem to be nothing, or less."""
+        usual = max(self.seconds(tokens, behind), _LEAST_S)
+        error = min(max(seconds, usual / 2), 2 * usual) / usual - 1.0
         # Each part follows as far as it made the sum: the first chunks tell the pace, those behind much text the slope.
         deep = self._slope_s * tokens * behind / usual
-        self._pace *= 1.0 + _FOLLOW * (1.0 - deep) * error
+        self._pace = max(self._pace * (1.0 + _FOLLOW * (1.0 - deep) * error), _LEAST_PACE)
         self._slope_s *= 1.0 + min(1.0, 2 * _FOLLOW) * deep * error
 
     def _first_s(self, tokens: int) -> float:

@@ -139,7 +139,8 @@ class Company:
             # Nobody may be left to tick: then it is time as well.
             await self._ticked.wait_for(lambda: self.ticks >= starts or not self.target.scheduler.running)
         name = f"{number}"
-        wanted = replace(case.wanted, request_id=name)
+        # Without the prefix cache it reads its prompt again, beside the others' windows.
+        wanted = replace(case.wanted, request_id=name, cache_disabled=self.dice.random() < 0.5)
         drafter = self.dice.choice(["none", "right", "wrong", "half", "late", "anything"])
         if drafter == "none":
             self._sources[name] = NoDrafts()

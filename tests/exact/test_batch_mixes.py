@@ -42,6 +42,8 @@ class Member:
     """Tick of its arrival."""
     leaves: int | None
     """Ticks until it is cancelled."""
+    reads: bool
+    """Its whole prompt, though it was seen before."""
 
     def wanted(self) -> Generation:
         choosing = CHOOSINGS[self.choosing]
@@ -60,6 +62,7 @@ MEMBERS = st.builds(
     drafter=st.sampled_from(DRAFTERS),
     drafting=st.sampled_from([0, 0, 0, 1, 3, 7]),
     starts=st.integers(0, 12),
+    reads=st.booleans(),
     leaves=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12)),
 )
 
@@ -120,7 +123,7 @@ async def _one(company: Company, number: int, member: Member, case: Case) -> Non
     scheduler = company.target.scheduler
     async with company._ticked:
         await company._ticked.wait_for(lambda: company.ticks >= member.starts or not scheduler.running)
-    wanted = replace(case.wanted, request_id=f"{number}")
+    wanted = replace(case.wanted, request_id=f"{number}", cache_disabled=member.reads)
     source: DraftSource = NoDrafts()
     if member.drafter != "none":
         source = ScriptedSource(script(member.drafter, case.truth, company.dice))

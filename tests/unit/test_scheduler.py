@@ -219,6 +219,18 @@ def test_costs_of_chunks_follow_what_is_measured() -> None:
     assert PrefillCosts({4: 0.04, 16: 0.03}).seconds(100, 0) > 0
 
 
+def test_costs_of_chunks_that_seem_to_cost_nothing_stay_costs() -> None:
+    """What a chunk adds to a forward is a difference of two noisy numbers."""
+    costs = PrefillCosts({4: 0.0, 16: 0.0, 64: 0.0})
+    for _ in range(500):
+        for behind in (0, 1000):
+            costs.observe(16, behind, -1.0)
+    assert costs.seconds(16, 1000) >= 0.0
+    for _ in range(500):
+        costs.observe(16, 1000, 0.05)
+    assert costs.seconds(16, 1000) == pytest.approx(0.05, rel=0.01)
+
+
 class Broken(Exception):
     """What a kernel may say."""
 
