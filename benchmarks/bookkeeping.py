@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import ragged_step
 from benchmarks.report import Report
-from draftwire.blas import default_threads, load_blas
+from draftwire.blas import default_threads
 from draftwire.metrics import rpc_collector
 from draftwire.observe import Method
 from draftwire.rpc_tally import RpcTally
@@ -61,8 +61,7 @@ def microseconds(work: Callable[[], object], count: int = _ROUNDS) -> float:
 def run(console: Console) -> Report:
     """Shares of a step, and microseconds of the counters; those of a round without anybody who counts are subtracted."""
     threads = default_threads()
-    load_blas("auto", threads=threads)
-    steps = ragged_step.measure(_WIDTHS)
+    steps = ragged_step.measure(_WIDTHS, threads)
     idle = {drafted: microseconds(lambda drafted=drafted: rounds(NullRecorder(), drafted)) for drafted in (0, _DRAFTED)}  # type: ignore[misc]
     tally = Tally()
     plain = microseconds(lambda: rounds(tally, 0)) - idle[0]

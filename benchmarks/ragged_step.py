@@ -7,10 +7,15 @@ none of that.
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from draftwire.blas import load_blas
 
 MODEL: Final = "smollm2-135m"
 _SLOTS: Final = 8
@@ -20,12 +25,23 @@ _SHORTER: Final = 16
 _REPEATS: Final = 25
 
 
-def measure(widths: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    """Width -> (seconds of a step, seconds of the model alone), medians of alternating runs."""
-    return asyncio.run(_measure(widths))
+def measure(widths: Sequence[int], threads: int) -> dict[int, tuple[float, float]]:
+    """Width -> (seconds of a step, seconds of the model alone), medians of alternating runs.
+
+    In a process of its own: whoever asks may have bound another BLAS already.
+    """
+    command = [sys.executable, "-m", "benchmarks.ragged_step", str(threads), *map(str, widths)]
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return {int(width): (step_s, model_s) for width, (step_s, model_s) in json.loads(made.stdout).items()}
 
 
-async def _measure(widths: tuple[int, ...]) -> dict[int, tuple[float, float]]:
+def main() -> None:
+    """Arguments: threads, widths. Prints what was found, as JSON."""
+    load_blas("openblas", threads=int(sys.argv[1]))
+    print(json.dumps(asyncio.run(_measure([int(width) for width in sys.argv[2:]]))))
+
+
+async def _measure(widths: Sequence[int]) -> dict[int, tuple[float, float]]:
     from draftwire.compute import ComputeThread
     from draftwire.lm import load_model
     from target_service.batch_probe import make_engine
@@ -86,3 +102,7 @@ def _timed(step: Callable[[int], None], width: int) -> float:
 
 def _ids(number: int, count: int) -> list[int]:
     return [(number * 7919 + position * 104729 + 13) % 49_000 for position in range(count)]
+
+
+if __name__ == "__main__":
+    main()
