@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from metrics_table import Scrape
-from service.conftest_draft import Running, draft_request, draft_service, prefill_messages
+from service.conftest_draft import Running, connected, draft_request, draft_service, prefill_messages, program
 from service.target_fixture import happens
 
 from draft_service.metrics import draft_collector
@@ -206,3 +206,19 @@ async def test_prefixes_that_go_for_newer_ones_are_evictions_of_another_reason()
         scrape = await at.scrape()
         assert (scrape.value(f"{CACHE}entries"), scrape.value(f"{CACHE}bytes")) == (2, two)
         assert scrape.by(f"{CACHE}evictions_total", "reason") == {"prefix": 3}
+
+
+async def test_a_lookup_drafter_looks_nothing_up_in_a_cache_that_it_never_fills() -> None:
+    """The program with its default --prompt-cache-bytes: a share of hits over all drafters must not sink through it."""
+    async with program("--metrics-listen", "127.0.0.1:0") as drafter:
+        metrics = await drafter.until("metrics")
+        await drafter.until("state", state="serving")
+        async with connected(drafter.address) as stub:
+            for number in range(2):
+                name = f"session-{number:011}"
+                await stub.Prefill(iter(prefill_messages([1, 2, 3, 4], session_id=name)))
+                await stub.Release(draft_pb2.ReleaseRequest(session_ids=[name]))
+        scrape = await asyncio.to_thread(Scrape.of, int(metrics["address"].rpartition(":")[2]))
+    assert scrape.value("draftwire_sessions_opened_total") == 2
+    assert scrape.value(f"{CACHE}queries_total") == scrape.value(f"{CACHE}capacity_bytes") == 0
+    assert scrape.value(f"{BATCH}_count") == scrape.total(ROWS) == 0
