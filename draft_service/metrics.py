@@ -11,13 +11,26 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from draft_service.forwards import Forwards
 from draft_service.rounds import Rounds
 from draft_service.sessions import SessionLimits
 from draft_service.tally import Tally
-from draftwire.metrics import LoopCollector, counter, counters, gauge, gauges, histograms
+from draftwire.metrics import LoopCollector, counter, counters, gauge, gauges, histogram, histograms
 from draftwire.serving import Lifecycle, State
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixReading:
+    """The prefix cache at the moment of a scrape."""
+
+    queried_tokens: int
+    found_tokens: int
+    evicted: Mapping[str, int]
+    entries: int
+    nbytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +45,8 @@ class DraftReading:
     closed: Mapping[str, int]
     queue_depth: int
     info: dict[str, str]
+    forwards: Forwards
+    prefixes: PrefixReading
 
 
 def draft_collector(
@@ -47,7 +62,7 @@ def draft_collector(
 
 
 def _reading_of(rounds: Rounds, instance_id: str, limits: SessionLimits, tally: Tally) -> DraftReading:
-    table, source = rounds.table, rounds.source
+    table, source, prefixes = rounds.table, rounds.source, rounds.prefixes
     return DraftReading(
         tally=deepcopy(tally),
         sessions=len(table),
@@ -63,6 +78,15 @@ def _reading_of(rounds: Rounds, instance_id: str, limits: SessionLimits, tally: 
             "model": source.model_id,
             "revision": source.model_revision,
         },
+        forwards=source.forwards.snapshot(),
+        prefixes=PrefixReading(
+            queried_tokens=prefixes.queried_tokens,
+            found_tokens=prefixes.found_tokens,
+            evicted=dict(prefixes.evicted),
+            entries=len(prefixes),
+            nbytes=prefixes.nbytes,
+            limit_bytes=prefixes.limit_bytes,
+        ),
     )
 
 
@@ -93,6 +117,24 @@ def families(state: State, reading: DraftReading | None) -> Iterable[Metric]:
     )
     yield histograms("draftwire_queue_seconds", "Waiting to compute.", ("call",), _by(tally.queue_s))
     yield histograms("draftwire_compute_seconds", "Computing.", ("call",), _by(tally.compute_s))
+    yield from _forwards(reading.forwards)
+    yield from _prefix_cache(reading.prefixes)
+
+
+def _forwards(forwards: Forwards) -> Iterable[Metric]:
+    yield histogram("draftwire_draft_batch_size", "Sessions of a drafting forward.", forwards.batch_size)
+    rows = {"draft": forwards.draft_rows, "prefill": forwards.prefill_rows, "padding": forwards.padding_rows}
+    yield counters("draftwire_draft_forward_rows", "Rows of all forwards.", ("kind",), _by(rows))
+
+
+def _prefix_cache(prefixes: PrefixReading) -> Iterable[Metric]:
+    stem = "draftwire_draft_prefix_cache_"
+    yield counter(f"{stem}queries", "Tokens of new sessions that were looked up.", prefixes.queried_tokens)
+    yield counter(f"{stem}hits", "Of those, tokens that were found.", prefixes.found_tokens)
+    yield counters(f"{stem}evictions", "Entries that had to go.", ("reason",), _by(prefixes.evicted))
+    yield gauge(f"{stem}entries", "Entries now.", prefixes.entries)
+    yield gauge(f"{stem}bytes", "Bytes of all entries.", prefixes.nbytes)
+    yield gauge(f"{stem}capacity_bytes", "Most bytes.", prefixes.limit_bytes)
 
 
 def _by(values: Mapping[str, T]) -> Iterable[tuple[list[str], T]]:

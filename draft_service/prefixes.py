@@ -19,6 +19,12 @@ class PrefixCache:
         """forget: told of each prefix that has left the cache."""
         self.limit_bytes = limit_bytes
         self.nbytes = 0
+        self.queried_tokens = 0
+        """Ids that prefixes were looked up for."""
+        self.found_tokens = 0
+        """Of those, ids that a prefix had."""
+        self.evicted = {"prefix": 0, "session": 0}
+        """Prefixes that had to go, by what needed the room."""
         self._forget = forget
         self._groups: dict[Hashable, OrderedDict[int, Prefix]] = {}
         # All prefixes, the least recently used first.
@@ -33,6 +39,7 @@ class PrefixCache:
 
         Never all of `ids`: a draft needs the logits behind the last one, which are not kept.
         """
+        self.queried_tokens += len(ids)
         best: tuple[int, int] | None = None
         for number, prefix in self._groups.get(group, {}).items():
             length = prefix.reach(max(0, min(common_length(prefix.ids, ids), len(ids) - 1)))
@@ -40,6 +47,7 @@ class PrefixCache:
                 best = length, number
         if best is None:
             return None
+        self.found_tokens += best[0]
         self._order.move_to_end(best[1])
         return self._groups[group][best[1]], best[0]
 
@@ -61,16 +69,21 @@ class PrefixCache:
         self._groups.setdefault(group, OrderedDict())[self._made] = prefix
         self._order[self._made] = group
         self.nbytes += prefix.nbytes
-        self.fit(self.limit_bytes)
+        self._evict(self.limit_bytes, "prefix")
 
     def fit(self, most_bytes: int) -> None:
-        """Drops the longest unused ones until at most so many bytes are kept."""
-        while self._order and self.nbytes > min(most_bytes, self.limit_bytes):
-            self._remove(next(iter(self._order)))
+        """Drops the longest unused ones until at most so many bytes are kept: sessions need the rest."""
+        self._evict(most_bytes, "session")
 
     def clear(self) -> None:
         """Drops everything."""
-        self.fit(-1)
+        while self._order:
+            self._remove(next(iter(self._order)))
+
+    def _evict(self, most_bytes: int, needed_by: str) -> None:
+        while self._order and self.nbytes > most_bytes:
+            self._remove(next(iter(self._order)))
+            self.evicted[needed_by] += 1
 
     def _remove(self, number: int) -> None:
         group = self._order.pop(number)

@@ -117,7 +117,8 @@ class DraftProgram:
             runner,
             time.monotonic,
             max_draft_tokens=settings.num_draft_tokens,
-            prompt_cache_bytes=settings.prompt_cache_bytes,
+            # A lookup has nothing to keep, and what it never keeps must not count as looked up in vain.
+            prompt_cache_bytes=settings.prompt_cache_bytes if settings.source_kind == "model" else 0,
         )
         self._servicer.ready(rounds)
         await self._lifecycle.enter(State.SERVING)

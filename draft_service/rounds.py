@@ -260,7 +260,7 @@ class Rounds:
 
     async def _adopt(self, session: Session, drafter: Drafter, spec: SessionSpec) -> None:
         """Gives a new drafter what a former session of the same owner and salt computed of the same ids."""
-        if not spec.cached:
+        if not spec.cached or not self.prefixes.limit_bytes:
             return
         leaving = self._leaving.get((session.owner, spec.cache_salt))
         if leaving:
@@ -273,7 +273,10 @@ class Rounds:
 
     def _make_way(self) -> None:
         """Sessions come first: prefixes have what those leave of the memory, and pools of many what is left then."""
-        self.prefixes.fit(0 if self._closing else self.table.spare_bytes)
+        if self._closing:
+            self.prefixes.clear()
+        else:
+            self.prefixes.fit(self.table.spare_bytes)
         self._computing.spare(self.table.spare_bytes - self.prefixes.nbytes)
 
     def _forget(self, prefix: Prefix) -> None:

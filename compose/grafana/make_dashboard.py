@@ -218,6 +218,24 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Computing, p95", (quantiles("draftwire_compute_seconds", "call", _DRAFT)[1],), unit="s"),
         Panel("Waiting to compute, p95", (quantiles("draftwire_queue_seconds", "call", _DRAFT)[1],), unit="s"),
         Panel("Jobs that wait", ((now("draftwire_compute_queue_depth", "instance", _DRAFT), "{{instance}}"),)),
+        Panel(
+            "Batch size, mean",
+            (
+                (
+                    ratio("draftwire_draft_batch_size_sum", "draftwire_draft_batch_size_count", "instance", _DRAFT),
+                    "{{instance}}",
+                ),
+            ),
+            width=12,
+            text="Sessions of a forward that drafts.",
+        ),
+        Panel(
+            "Rows of forwards",
+            ((rate("draftwire_draft_forward_rows_total", "kind", _DRAFT), "{{kind}}"),),
+            width=12,
+            text="One a position of a session; padding is computed for nobody.",
+            stacked=True,
+        ),
     ],
     "Caches": [
         Panel(
@@ -234,6 +252,32 @@ ROWS: dict[str, list[Panel]] = {
             unit="percentunit",
         ),
         Panel("Prefix cache: bytes", ((now("draftwire_prefix_cache_bytes", "tier"), "{{tier}}"),), unit="bytes"),
+        Panel(
+            "Drafters' prefix cache: tokens found",
+            (
+                (
+                    ratio(
+                        "draftwire_draft_prefix_cache_hits_total",
+                        "draftwire_draft_prefix_cache_queries_total",
+                        where=_DRAFT,
+                    ),
+                    "share",
+                ),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            "Drafters' prefix cache: bytes",
+            ((now("draftwire_draft_prefix_cache_bytes", "instance", _DRAFT), "{{instance}}"),),
+            unit="bytes",
+        ),
+        Panel(
+            "Entries evicted",
+            (
+                (rate("draftwire_prefix_cache_evictions_total", "tier"), "target: {{tier}}"),
+                (rate("draftwire_draft_prefix_cache_evictions_total", "reason", _DRAFT), "drafters, for a {{reason}}"),
+            ),
+        ),
     ],
     "Calls and processes": [
         Panel(

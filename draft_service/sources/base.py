@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, TypeVar
 
+from draft_service.forwards import ForwardCounts
 from draftwire.sampling import Sampler
 
 T = TypeVar("T")
@@ -174,6 +175,8 @@ class Source(Protocol):
     """"ragged" where sessions draft in one forward, "one by one: ..." with the reason, empty where there are no forwards."""
     draws: bool
     """Whether it follows the shared noise; else it drafts greedily."""
+    forwards: ForwardCounts
+    """What its forwards were; all zero where there are none."""
 
     def bytes_for(self, length: int) -> int:
         """Bytes that a session of this many tokens may hold at most."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from draft_service.forwards import ForwardCounts
 from draft_service.sources.base import SourceError
 from draft_service.sources.kv import KvCache
 from draftwire.ragged import PoolRow, RaggedPool, flat, prefill_caches, shape_for, slot_class
@@ -26,9 +27,9 @@ _IDLE_FORWARDS: Final = 4
 class PooledKv(KvCache):
     """A session's KV: in arrays of its own while it is filled, in a row of a bench while it drafts and afterwards."""
 
-    def __init__(self, model: Any, *, charged_bytes: int) -> None:
-        """charged_bytes: what its session may take."""
-        super().__init__(model)
+    def __init__(self, model: Any, forwards: ForwardCounts | None = None, *, charged_bytes: int) -> None:
+        """forwards: as in KvCache; charged_bytes: what its session may take."""
+        super().__init__(model, forwards)
         self._cache.layers = prefill_caches(make_prompt_cache(model))
         self.charged_bytes = charged_bytes
         self.bench: Bench | None = None

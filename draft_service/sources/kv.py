@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from draft_service.forwards import ForwardCounts
 from draft_service.sources.base import SourceError
 from draftwire.rollback import rollback_of
 
@@ -20,11 +21,13 @@ _MARKS: Final = 4
 class KvCache:
     """What a model remembers of the ids in `fed`, for one sequence. Belongs to the compute thread."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, forwards: ForwardCounts | None = None) -> None:
+        """forwards: counts what it feeds; nobody does if absent."""
         from draftwire.caches import SequenceCache
 
         self.fed: list[int] = []
         self._model = model
+        self._forwards = forwards or ForwardCounts()
         self._cache: SequenceCache = SequenceCache(model, marks=_MARKS)
 
     def refresh(self) -> None:
@@ -42,6 +45,7 @@ class KvCache:
         self._model(mx.array([list(ids)], mx.uint32), cache=self._cache.layers)
         self._cache.written(len(ids))
         self._cache.evaluate()
+        self._forwards.prefilled(len(ids))
         self.fed += ids
         self.check()
 
@@ -58,6 +62,7 @@ class KvCache:
         """As `logits`, for ids (n,) that are not computed yet: the caller adds them to `fed` when it knows them."""
         rows: mx.array = self._model(ids[None], cache=self._cache.layers)
         self._cache.written(ids.shape[0])
+        self._forwards.drafted(1, ids.shape[0], ids.shape[0])
         return rows[:, -1]
 
     def mark(self, settled: int) -> None:

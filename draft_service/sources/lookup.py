@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import TypeVar
 
+from draft_service.forwards import ForwardCounts
 from draft_service.sources.automaton import SuffixAutomaton
 from draft_service.sources.base import Ask, Computing, DraftEnd, Drafter, Guess, Prefix, Runner, SessionSpec, Stop
 from draft_service.sources.one_by_one import OneByOne
@@ -35,6 +36,7 @@ class LookupSource:
     def __init__(self, *, min_match: int = 2, context_length: int = 0) -> None:
         """min_match: shortest match, in tokens, that is copied from; context_length: 0 means no limit."""
         self.context_length = context_length
+        self.forwards = ForwardCounts()
         self._min_match = min_match
 
     def bytes_for(self, length: int) -> int:

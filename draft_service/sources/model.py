@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from draft_service.forwards import ForwardCounts
 from draft_service.sources.base import (
     Ask,
     Computing,
@@ -59,6 +60,7 @@ class ModelSource:
         self.tokenizer_size = tokenizer_size
         self.context_length = loaded.context_length
         self.weights_bytes = loaded.weights_bytes
+        self.forwards = ForwardCounts()
         self._model: Any = loaded.model
         self._bytes_per_token = loaded.kv_bytes_per_token
         self._state_bytes = loaded.state_bytes
@@ -97,6 +99,7 @@ class ModelSource:
             Benches(self._model, self._bytes_per_token),
             runner,
             clock,
+            self.forwards,
             vocabulary=self._vocabulary,
             prefill_step_size=self._step,
         )
@@ -113,10 +116,10 @@ class ModelSource:
 
     def _make_kv(self, spec: SessionSpec) -> KvCache:
         if self.batching != "ragged":
-            return KvCache(self._model)
+            return KvCache(self._model, self.forwards)
         from draft_service.sources.benches import PooledKv
 
-        return PooledKv(self._model, charged_bytes=self.bytes_for(spec.max_length))
+        return PooledKv(self._model, self.forwards, charged_bytes=self.bytes_for(spec.max_length))
 
 
 class ModelPrefix:

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar, cast
 
 import mlx.core as mx
 
+from draft_service.forwards import ForwardCounts
 from draft_service.sources.base import Ask, DraftEnd, Drafter, Guess, Runner, Work
 from draft_service.sources.benches import Bench, Benches, PooledKv
 from draft_service.sources.model import ONE_FORWARD, ModelDrafter, chance_of
@@ -84,6 +85,7 @@ class Together:
         benches: Benches,
         runner: Runner,
         clock: Callable[[], float],
+        forwards: ForwardCounts,
         *,
         vocabulary: int,
         prefill_step_size: int,
@@ -91,6 +93,7 @@ class Together:
         self._benches: Benches | None = benches
         self._runner = runner
         self._clock = clock
+        self._forwards = forwards
         self._vocabulary = vocabulary
         self._pace = Pace(prefill_step_size)
         self._arrived: deque[_Job] = deque()
@@ -220,6 +223,8 @@ class Together:
             answers = _drawn(logits[slots, places][:, : self._vocabulary], [job for job, _ in drawing])
         else:
             bench.evaluate()
+        # Before anybody has the answer, so that a scrape after it shows this forward.
+        self._forwards.drafted(len(work), sum(len(new) for _, new in work), logits.shape[0] * width)
         spent_s = self._clock() - began_s
         for job in jobs:
             job.work.computed_s += spent_s

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from draft_service.calls import Outcome, Round
+from draft_service.forwards import ForwardCounts
 from draft_service.history import Advance, History
 from draft_service.rounds import Rounds
 from draft_service.sessions import Session, SessionLimits, SessionTable
@@ -135,6 +136,7 @@ class HashSource:
     draws = False
 
     def __init__(self) -> None:
+        self.forwards = ForwardCounts()
         self.drafts = 0
         self.stopped = 0
         self.failing = False

@@ -47,6 +47,27 @@ def test_the_common_length_is_that_of_comparing_one_by_one(left: list[int], righ
     assert common_length(array("I", left), array("I", right)) == expected
 
 
+def test_counts_are_those_of_what_was_asked_found_and_evicted() -> None:
+    """What a longer one replaces, what was there already, what is too large and what a clear drops is no eviction."""
+    at = cache(10)
+    assert found(at, MINE, [1, 2, 3]) is None
+    at.add(MINE, Kept([1, 2]))
+    at.add(MINE, Kept([1, 2, 3, 4]))
+    at.add(MINE, Kept([1, 2, 3]))
+    at.add(MINE, Kept(range(11)))
+    assert found(at, MINE, [1, 2, 3, 9, 9]) == ([1, 2, 3, 4], 3)
+    assert found(at, YOURS, [1, 2]) is None
+    assert (at.queried_tokens, at.found_tokens, at.evicted) == (10, 3, {"prefix": 0, "session": 0})
+    at.add(YOURS, Kept([5] * 7))
+    assert at.evicted == {"prefix": 1, "session": 0}
+    at.add(MINE, Kept([6]))
+    at.fit(8)
+    at.fit(5)
+    assert (at.evicted, at.nbytes) == ({"prefix": 1, "session": 1}, 1)
+    at.clear()
+    assert (at.evicted, at.nbytes, len(at)) == ({"prefix": 1, "session": 1}, 0, 0)
+
+
 def test_the_longest_common_prefix_is_found_but_never_the_last_id_asked_for() -> None:
     at = cache()
     at.add(MINE, Kept([1, 2, 3, 4, 5]))
