@@ -144,7 +144,7 @@ class TargetSettings(ServiceSettings):
     prompt_cache_disk_bytes: Annotated[int, Field(ge=1)] = Field(
         8 << 30, description="Most that --prompt-cache-dir takes, in bytes."
     )
-    prefill_step_size: Annotated[int, Field(ge=1)] = Field(256, description="Prompt tokens read between two rounds.")
+    prefill_step_size: Annotated[int, Field(ge=1)] = Field(256, description="Most prompt tokens read at a time.")
     grammar_timeout_s: Seconds = Field(10.0, description="Longest that a constraint may take to compile, in seconds.")
     grammar_max_bytes: Annotated[int, Field(ge=1)] = Field(
         65_536, description="Longest constraint (schema, regex, grammar, choices), in bytes."
