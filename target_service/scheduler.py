@@ -19,6 +19,7 @@ from target_service.engine import CacheLost, Engine
 from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
 from target_service.prefix.cache import PrefixCache
 from target_service.sequence import Sequence
+from target_service.widths import Bid
 
 SHORT_PREFILL: Final = 128
 """Rows of a prompt up to which reading the weights costs more than computing them, so that company is nearly free."""
@@ -426,9 +427,12 @@ class Scheduler:
             if not waiting:
                 return False
             left_s = max(left.values())
-            if len(live) > 1:
+            # Those whose prompts are to be read beside this round wait for it too.
+            readers = sum(one.readable for one in self._running) if self._engine.reads_beside else 0
+            if len(live) + readers > 1:
                 here = [one.bid() for one in live]
                 hoped = [one.hoped() if id(one) in left else bid for one, bid in zip(live, here, strict=True)]
+                here, hoped = [*here, *[Bid()] * readers], [*hoped, *[Bid()] * readers]
                 left_s = min(left_s, began_s + self._crowd.patience_s(here, hoped) - now_s)
             if left_s <= 0:
                 for one in waiting:
