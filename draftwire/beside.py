@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn import Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def teach(model: Any) -> Callable[[], None]:
     layers = list(model.layers)
     modules = [(getattr(layer, "self_attn", None), _attention) for layer in layers]
     modules.append((layers[-1] if layers else None, _last_layer))
-    if not all(isinstance(module, nn.Module) for module, _ in modules):
+    if not all(isinstance(module, Module) for module, _ in modules):
         raise ValueError("its layers have no self_attn")
     # A class of its own a module's class, so that parameters, attributes and isinstance stay as they are.
     before = [(module, type(module)) for module, _ in modules]
