@@ -12,9 +12,9 @@ SOURCES := draftwire target_service draft_service client tests benchmarks soak c
 demo: $(VENV)/.demo
 	$(BIN)/draftwire demo
 
-# One BLAS thread a process, and a file of tests at a time on each of two cores.
+# One BLAS thread a process, and a file of tests at a time on each of two cores, in the order of tests/conftest.py.
 export DRAFTWIRE_THREADS ?= 1
-PARALLEL ?= --numprocesses 2 --dist loadfile
+PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(BIN)/draftwire models pull smollm2-135m

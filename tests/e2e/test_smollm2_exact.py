@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
-TOKENS = 32
+TOKENS = 20
 CHOOSINGS = (
     Choosing(top_logprobs=5),
     Choosing(sampler=Sampler(temperature=0.8, top_p=0.95, seed=1 << 40), top_logprobs=5),
