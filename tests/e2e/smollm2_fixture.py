@@ -32,9 +32,9 @@ class Scale:
     """Tokens a prompt, and how many prompts. The small size is for CI; DRAFTWIRE_TEST_FULL=1 chooses the full one."""
 
     deep: int = 128
-    deep_prompts: int = 2
+    deep_prompts: int = 1
     """Of so many prompts, the first ones, the plain text is longer."""
-    plain: int = 48
+    plain: int = 40
     by_self: int = 16
     by_cut: int = 16
     sampled: int = 16

@@ -1,7 +1,7 @@
 """The real services with the default model against mlx-lm: same ids, same log-probabilities, whatever drafts.
 
-DRAFTWIRE_TEST_FULL=1 runs 8 prompts x 128 tokens everywhere; else all 8 prompts have fewer tokens but for the first two,
-and a model that drafts meets each prompt with 2 or with 3 drafts, not with both.
+DRAFTWIRE_TEST_FULL=1 runs 8 prompts x 128 tokens everywhere; else all prompts but the first one have fewer tokens, and a
+model that drafts meets each prompt with 2 or with 3 drafts, not with both.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ def test_a_chat_becomes_the_prompt_that_mlx_lm_makes(live: Live, oracle: Oracle)
 
 
 def test_with_lookup_the_ids_are_mlx_lms_plain_ones(live: Live, oracle: Oracle, show: Show) -> None:
-    """8 prompts through both processes: 128 ids of the first two, and 48 of the others."""
+    """8 prompts through both processes: 128 ids of the first one, and 40 of each other."""
     answers = [live.run(lookup_run(index, oracle.scale)) for index in EVERY]
     ties = []
     for index, answer in enumerate(answers):
         ties.append(compare(answer.token_ids, oracle.plain(index), f"lookup, {PROMPTS[index][0]}"))
         reconcile(answer, oracle.scale.greedy(index))
     say(show, f"lookup, fixed {LOOKUP_DRAFTS}", answers, ties)
-    assert sum(answer.speculation.num_accepted_draft_tokens for answer in answers) > 100
+    assert sum(answer.speculation.num_accepted_draft_tokens for answer in answers) > 40
 
 
 def test_the_streams_text_is_what_all_ids_decode_to(live: Live, oracle: Oracle) -> None:
@@ -216,10 +216,9 @@ def test_sampled_ids_with_itself_as_drafter_are_those_without_drafts(live: Live,
     assert acceptance(answers) > 0.9
 
 
-@pytest.mark.parametrize("drafts", [2, 3])
-def test_with_a_cut_model_the_ids_are_mlx_lms(live: Live, oracle: Oracle, show: Show, drafts: int) -> None:
+def test_with_a_cut_model_the_ids_are_mlx_lms(live: Live, oracle: Oracle, show: Show) -> None:
     """25 of 30 layers guess a token right about 4 times in 10, so both ends of a round are met often."""
-    answers = speculative_equal(live, oracle, show, "cut", drafts)
+    answers = [answer for drafts in (2, 3) for answer in speculative_equal(live, oracle, show, "cut", drafts)]
     assert 0.25 <= first_acceptance(answers) <= 0.6
 
 
@@ -241,7 +240,7 @@ def test_sampled_ids_are_the_best_perturbed_logits_of_mlx_lm(live: Live, oracle:
 
 def test_eight_chats_at_once_are_the_same_chats_alone(live: Live, oracle: Oracle, show: Show) -> None:
     """L1 in company, half of them with drafts as they pay: ids may differ first where two ids are nearly as good."""
-    tokens = 48
+    tokens = 40
     runs = [
         Run(drafter="lookup", prompt=index, tokens=tokens, mode="auto" if index % 2 else "off", drafts=LOOKUP_DRAFTS)
         for index in EVERY
