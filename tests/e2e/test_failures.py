@@ -73,7 +73,7 @@ async def rest(stream: AsyncGenerateStream) -> Completion:
 
 
 async def test_a_killed_drafter_costs_speed_only_and_its_successor_drafts_in_the_same_request(model: Path) -> None:
-    tokens = 3000
+    tokens = 2000
     async with drafter(model) as first, pair(model, first.address) as both:
         plain = await both.client.complete("a long story", drafting="off", max_tokens=tokens, **REQUEST)
         stream = both.client.generate("a long story", max_tokens=tokens, **REQUEST)
