@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
 SOURCES := draftwire target_service draft_service client tests benchmarks soak compose
 
-.PHONY: demo test check unit bench soak protos check-protos format clean
+.PHONY: demo test check exact unit bench soak protos check-protos format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/draftwire demo
@@ -18,13 +18,17 @@ PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(BIN)/draftwire models pull smollm2-135m
-	$(MAKE) check
-	@echo "== laws, bit for bit, on tiny models (reference BLAS, a process of its own)"
-	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
+	$(MAKE) --jobs 2 check exact
 	@echo "== everything else"
 	$(BIN)/python -m pytest -q -m "not exact" $(PARALLEL)
 	@echo "== a minute of abuse"
 	$(MAKE) soak SOAK_S=60
+
+# Laws, bit for bit, on tiny models: with the reference BLAS, in processes of their own. `test` runs it beside `check`,
+# most of which is one process.
+exact: $(VENV)/.dev
+	@echo "== laws, bit for bit"
+	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
 
 check: $(VENV)/.dev check-protos
 	$(BIN)/ruff format --check $(SOURCES)
