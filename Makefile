@@ -82,7 +82,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
-	@echo "== installing the tools for tests, and constrained output"
+# All that .demo has too: on a clean clone one installation does for both.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing draftwire [$(EXTRAS)], constrained output and the tools for tests"
 	$(PIP) --editable ".[$(EXTRAS),grammar,dev]"
-	@touch $@
+	@touch $@ $(VENV)/.demo
