@@ -7,24 +7,28 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
 SOURCES := draftwire target_service draft_service client tests benchmarks soak compose
 
-.PHONY: demo test check unit bench soak protos check-protos format clean
+.PHONY: demo test check exact unit bench soak protos check-protos format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/draftwire demo
 
-# One BLAS thread a process, and a file of tests at a time on each of two cores.
+# One BLAS thread a process, and a file of tests at a time on each of two cores, in the order of tests/conftest.py.
 export DRAFTWIRE_THREADS ?= 1
-PARALLEL ?= --numprocesses 2 --dist loadfile
+PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(BIN)/draftwire models pull smollm2-135m
-	$(MAKE) check
-	@echo "== laws, bit for bit, on tiny models (reference BLAS, a process of its own)"
-	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
+	$(MAKE) --jobs 2 check exact
 	@echo "== everything else"
 	$(BIN)/python -m pytest -q -m "not exact" $(PARALLEL)
 	@echo "== a minute of abuse"
 	$(MAKE) soak SOAK_S=60
+
+# Laws, bit for bit, on tiny models: with the reference BLAS, in processes of their own. `test` runs it beside `check`,
+# most of which is one process.
+exact: $(VENV)/.dev
+	@echo "== laws, bit for bit"
+	DRAFTWIRE_BLAS=reference $(BIN)/python -m pytest -q -m exact $(PARALLEL)
 
 check: $(VENV)/.dev check-protos
 	$(BIN)/ruff format --check $(SOURCES)
@@ -78,7 +82,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
-	@echo "== installing the tools for tests, and constrained output"
+# All that .demo has too: on a clean clone one installation does for both.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing draftwire [$(EXTRAS)], constrained output and the tools for tests"
 	$(PIP) --editable ".[$(EXTRAS),grammar,dev]"
-	@touch $@
+	@touch $@ $(VENV)/.demo

@@ -29,20 +29,37 @@ _SWAP_TRIES: Final = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Tokens a prompt. The small size is for CI; DRAFTWIRE_TEST_FULL=1 chooses the full one."""
+    """Tokens a prompt, and how many prompts. The small size is for CI; DRAFTWIRE_TEST_FULL=1 chooses the full one."""
 
-    plain: int = 128
+    deep: int = 128
+    deep_prompts: int = 1
+    """Of so many prompts, the first ones, the plain text is longer."""
+    plain: int = 40
     by_self: int = 16
     by_cut: int = 16
-    sampled: int = 24
+    sampled: int = 16
     sampled_prompts: int = 3
+    every_width: bool = False
+    """Whether each prompt meets each number of drafts of a model, and not every second prompt one of them."""
 
     @staticmethod
     def chosen() -> Scale:
         """What the environment asks for."""
         if os.environ.get("DRAFTWIRE_TEST_FULL") == "1":
-            return Scale(by_self=128, by_cut=128, sampled=128, sampled_prompts=len(PROMPTS))
+            every = len(PROMPTS)
+            return Scale(
+                deep_prompts=every, by_self=128, by_cut=128, sampled=128, sampled_prompts=every, every_width=True
+            )
         return Scale()
+
+    def greedy(self, prompt: int) -> int:
+        """Tokens of this prompt with the lookup."""
+        return self.deep if prompt < self.deep_prompts else self.plain
+
+    def prompts(self, drafts: int) -> Sequence[int]:
+        """The prompts for which a model drafts so many tokens."""
+        every = range(len(PROMPTS))
+        return every if self.every_width else every[drafts % 2 :: 2]
 
     def speculative(self, drafter: DrafterName) -> int:
         """Tokens a prompt with a model that drafts."""

@@ -69,17 +69,18 @@ class Oracle:
         self._prompts: list[list[int]] = []
         self.tokenizer: Any = None
         self._loaded = self._compute.submit(lambda: self._load(target, cut))
-        every = range(len(PROMPTS))
-        self._plain = [self._queue(prompt, "self", 0, scale.plain) for prompt in every]
+        self._plain = [self._queue(prompt, "self", 0, scale.greedy(prompt)) for prompt in range(len(PROMPTS))]
+        drafters: tuple[DrafterName, ...] = ("self", "cut")
         self._speculative = {
-            (drafter, drafts): [self._queue(prompt, drafter, drafts, scale.speculative(drafter)) for prompt in every]
-            for drafter in ("self", "cut")
+            (drafter, drafts, prompt): self._queue(prompt, drafter, drafts, scale.speculative(drafter))
+            for drafter in drafters
             for drafts in (2, 3)
+            for prompt in scale.prompts(drafts)
         }
 
     def close(self) -> None:
         """Gives up what nobody asked for, and ends the thread."""
-        for future in (*self._plain, *(one for many in self._speculative.values() for one in many)):
+        for future in (*self._plain, *self._speculative.values()):
             future.cancel()
         self._compute.submit(self._models.clear)
         self._compute.close()
@@ -101,7 +102,7 @@ class Oracle:
 
     def speculative(self, drafter: DrafterName, drafts: int, index: int) -> Reference:
         """mlx_lm's `speculative_generate_step` with that draft model, greedy."""
-        return self._speculative[drafter, drafts][index].result(_ORACLE_S)
+        return self._speculative[drafter, drafts, index].result(_ORACLE_S)
 
     def draws(self, index: int, ids: Sequence[int], sampler: Sampler) -> Reference:
         """What the sampler draws after each prefix of `ids`: one forward, filters by sorting, in float64.

@@ -15,11 +15,11 @@ import pytest
 from service.target_fixture import Program, program, reconciled, until, visible
 
 from draftwire.aio_client import AsyncClient, AsyncGenerateStream
+from draftwire.errors import Unavailable
 from draftwire.events import Chunk, Completion, Drafter, DrafterState
 from draftwire.testing_models import save_tiny_model
 
-TOKENS = 3000
-REQUEST: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+REQUEST: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,10 @@ async def rest(stream: AsyncGenerateStream) -> Completion:
 
 
 async def test_a_killed_drafter_costs_speed_only_and_its_successor_drafts_in_the_same_request(model: Path) -> None:
+    tokens = 2000
     async with drafter(model) as first, pair(model, first.address) as both:
-        plain = await both.client.complete("a long story", drafting="off", **REQUEST)
-        stream = both.client.generate("a long story", **REQUEST)
+        plain = await both.client.complete("a long story", drafting="off", max_tokens=tokens, **REQUEST)
+        stream = both.client.generate("a long story", max_tokens=tokens, **REQUEST)
         await read(stream, 100)
         # The target runs far ahead of a reader that waits, so it is held until its drafter is back.
         first.process.send_signal(signal.SIGKILL)
@@ -89,7 +90,7 @@ async def test_a_killed_drafter_costs_speed_only_and_its_successor_drafts_in_the
             reconciled(result)
             assert result.speculation.reseeds >= 1
             assert result.speculation.rounds_without_draft["lost"] > 0
-            late = [token.from_draft for token in result.tokens[-TOKENS // 4 :]]
+            late = [token.from_draft for token in result.tokens[-tokens // 4 :]]
             assert sum(late) > len(late) // 2, "drafting did not come back"
             found = await both.drafter_is(DrafterState.READY)
             assert second.address == found.address
@@ -98,8 +99,8 @@ async def test_a_killed_drafter_costs_speed_only_and_its_successor_drafts_in_the
 
 async def test_a_stopped_drafter_does_not_stop_the_stream_and_helps_again_when_it_wakes(model: Path) -> None:
     async with drafter(model) as running, pair(model, running.address) as both:
-        plain = await both.client.complete("a long story", drafting="off", **REQUEST)
-        stream = both.client.generate("a long story", **REQUEST)
+        plain = await both.client.complete("a long story", drafting="off", max_tokens=1500, **REQUEST)
+        stream = both.client.generate("a long story", max_tokens=1500, **REQUEST)
         await read(stream, 100)
         running.process.send_signal(signal.SIGSTOP)
         began_s = time.monotonic()
@@ -111,31 +112,33 @@ async def test_a_stopped_drafter_does_not_stop_the_stream_and_helps_again_when_i
         assert visible(result) == visible(plain)
         reconciled(result)
         assert sum(count for reason, count in result.speculation.rounds_without_draft.items() if reason == "late") > 0
-        again = await both.client.complete("a long story", **REQUEST)
-        assert again.text == plain.text
+        again = await both.client.complete("a long story", max_tokens=500, **REQUEST)
+        assert again.token_ids == plain.token_ids[:500]
         assert again.speculation.draft_acceptance_rate > 0.9
 
 
 async def test_a_target_that_is_killed_leaves_a_drafter_that_serves_the_next_one(model: Path) -> None:
     async with drafter(model) as running:
-        for _ in range(2):
-            async with pair(model, running.address) as both:
-                stream = both.client.generate("a long story", **REQUEST)
-                await read(stream, 50)
-                both.target.process.send_signal(signal.SIGKILL)
-                assert await both.target.end() == -signal.SIGKILL
+        async with pair(model, running.address) as both:
+            stream = both.client.generate("a long story", max_tokens=3000, **REQUEST)
+            await read(stream, 50)
+            both.target.process.send_signal(signal.SIGKILL)
+            assert await both.target.end() == -signal.SIGKILL
         async with pair(model, running.address) as both:
             answer = await both.client.complete("x", max_tokens=50, ignore_eos=True)
             assert answer.speculation.num_accepted_draft_tokens > 0
 
 
 @pytest.mark.model
-async def test_smollm2_goes_on_without_its_drafter_and_with_it_again() -> None:
-    request: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True}
+async def test_smollm2_goes_on_without_its_drafter_and_with_it_again_and_ends_with_0_in_the_middle_of_a_stream() -> (
+    None
+):
+    """One start of a model that takes long to load, for three claims."""
+    request: dict[str, Any] = {"max_tokens": 96, "ignore_eos": True}
     prompt = "List the numbers from one to forty in words, separated by commas: one, two, three, four,"
     async with program("draft_service") as first:
         await first.until("state", state="serving")
-        flags = ["--drafter", first.address, "--drafting", "fixed", "--num-draft-tokens", "3"]
+        flags = ["--drafter", first.address, "--drafting", "fixed", "--num-draft-tokens", "3", "--drain-s", "0.5"]
         async with program("target_service", *flags) as target:
             await target.until("state", state="serving")
             async with AsyncClient(target.address) as client:
@@ -143,13 +146,20 @@ async def test_smollm2_goes_on_without_its_drafter_and_with_it_again() -> None:
                 await both.drafter_is(DrafterState.READY)
                 plain = await client.complete(prompt, drafting="off", **request)
                 stream = client.generate(prompt, **request)
-                await read(stream, 20)
+                await read(stream, 10)
                 first.process.send_signal(signal.SIGKILL)
                 await first.end()
-                await read(stream, 30)
+                await read(stream, 20)
                 async with program("draft_service", "--port", str(first.port)) as second:
                     await second.until("state", state="serving")
                     result = await rest(stream)
                     assert replace(result.usage, cached_tokens=0) == replace(plain.usage, cached_tokens=0)
                     assert result.speculation.reseeds >= 1
                     await both.drafter_is(DrafterState.READY)
+                    stream = client.generate(prompt, max_tokens=500, ignore_eos=True)
+                    await read(stream, 1)
+                    target.process.send_signal(signal.SIGTERM)
+                    with pytest.raises(Unavailable) as cut:
+                        await rest(stream)
+                    assert cut.value.reason == "DRAINING"
+                    assert await target.end() == 0

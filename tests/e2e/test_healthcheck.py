@@ -114,10 +114,12 @@ async def test_it_speaks_tls_with_what_the_service_itself_is_told(tmp_path: Path
         "DRAFTWIRE_TLS_CERT": str(files["cert"]),
         "DRAFTWIRE_TLS_KEY": str(files["key"]),
     }
-    named = ["--tls-server-name", "localhost"]
+    patient = ["--timeout-s", "10"]
+    named = ["--tls-server-name", "localhost", *patient]
     try:
         assert (await ask("target_service", *named, env=env))[0] == 0
-        assert (await ask("target_service", env={**env, "DRAFTWIRE_TLS_SERVER_NAME": "target.internal"}))[0] == 0
+        internal = {"DRAFTWIRE_TLS_SERVER_NAME": "target.internal"}
+        assert (await ask("target_service", *patient, env={**env, **internal}))[0] == 0
         ca = {"DRAFTWIRE_TLS_CA": str(files["ca"])}
         assert (await ask("target_service", *named, env={**env, **ca}))[0] == 0
         other = {"DRAFTWIRE_TLS_CA": str(files["strange"])}

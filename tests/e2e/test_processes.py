@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
+from harness import loaded_target
 from service.target_fixture import health, program, until
 
 from draftwire.aio_client import AsyncClient
 from draftwire.events import DrafterState
+from draftwire.models import ModelError
 from draftwire.testing_models import save_tiny_model
 from draftwire.v1 import target_pb2
 
@@ -127,7 +130,10 @@ async def test_a_taken_port_ends_with_1_and_a_remedy(model: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["nowhere", "unknown name", "no tokenizer", "no weights", "bad config"])
-async def test_a_model_that_cannot_be_loaded_ends_with_1_and_says_why(tmp_path: Path, model: Path, broken: str) -> None:
+async def test_a_model_that_cannot_be_loaded_is_refused_and_the_reason_names_it(
+    tmp_path: Path, model: Path, broken: str
+) -> None:
+    """Without a process, which ends with 1 for any of these: see below."""
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
     match broken:
@@ -141,12 +147,22 @@ async def test_a_model_that_cannot_be_loaded_ends_with_1_and_says_why(tmp_path: 
         case "bad config":
             (directory / "config.json").write_text("{", encoding="utf-8")
     wanted = "smollm9-1t" if broken == "unknown name" else str(directory)
-    flags = ["--model", wanted, "--cache-dir", str(tmp_path / "cache")]
+    with pytest.raises(ModelError, match=re.escape(wanted)):
+        async with loaded_target(wanted, cache_dir=tmp_path / "cache"):
+            pass
+
+
+async def test_a_model_that_cannot_be_loaded_ends_with_1_and_says_why(tmp_path: Path, model: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer_config.json").unlink()
+    flags = ["--model", str(directory), "--cache-dir", str(tmp_path / "cache")]
     async with program("target_service", *flags, env={"HF_HUB_OFFLINE": "1"}) as running:
         assert await running.end() == 1, running.text
         reasons = [str(line["reason"]) for line in running.lines if line.get("event") == "cannot_serve"]
         assert len(reasons) == 1, running.text
-        assert wanted in reasons[0]
+        assert str(directory) in reasons[0]
         assert "Traceback" not in running.text
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from flag_tables import README, filled
 
-from client.services import Services, ServicesConfig, free_port
+from client.services import free_port
 from draftwire.client import Client
 from draftwire.wire import prefix_hash
 
@@ -56,11 +56,60 @@ def environment(**more: str) -> dict[str, str]:
     return {**plain, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120", **more}
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The programs of a block in the order of its lines, each with its address; the last one is what users talk to."""
+
+    programs: list[tuple[subprocess.Popen[bytes], str]]
+
+    @property
+    def address(self) -> str:
+        return self.programs[-1][1]
+
+    def wait_ready(self) -> None:
+        """Until every line's program is SERVING."""
+        for _, address in self.programs:
+            with Client(address) as client:
+                client.wait_ready(180)
+
+
+def start(block: Block, stack: ExitStack) -> Started:
+    """Each line as a process at a free port, which is killed at the end if it is still there."""
+    target, drafter = (f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
+    started = Started([])
+    for line in block.body.splitlines():
+        argv = shlex.split(line, comments=True)
+        if not argv:
+            continue
+        own = drafter if "draft_service" in argv else target
+        moved = [drafter if word == DRAFTER else word for word in argv] + ["--port", own.rpartition(":")[2]]
+        process = subprocess.Popen(
+            moved, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        started.programs.append((process, own))
+    return started
+
+
+def is_up(block: Block) -> bool:
+    """Whether it is the block that starts everything at once."""
+    return "draftwire up" in block.body
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A target service with a lookup drafter, on the default model."""
-    with Services(ServicesConfig(), sink=lambda name, line: None) as services:
-        yield services.target_address
+def up() -> Iterator[Started]:
+    """What `draftwire up` starts: a target with a lookup drafter, on the default model. The test of its end comes last."""
+    (block,) = filter(is_up, blocks("services"))
+    with ExitStack() as stack:
+        started = start(block, stack)
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture
+def address(up: Started) -> str:
+    return up.address
 
 
 @pytest.mark.model
@@ -89,27 +138,17 @@ def test_examples_run(block: Block, address: str, tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("block", blocks("services"), ids=str)
-def test_services_that_are_started_by_hand_serve_and_stop(block: Block) -> None:
-    """Each line is a program that becomes SERVING, the last one answers, and SIGTERM ends each with 0."""
-    target, drafter = (f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
-    commands = [shlex.split(line) for line in block.body.splitlines() if line and not line.startswith("#")]
+def test_services_that_are_started_by_hand_serve_and_stop(block: Block, request: pytest.FixtureRequest) -> None:
+    """Each line is a program that becomes SERVING, the last one answers, and SIGTERM ends each with 0.
+
+    `draftwire up` is the one that answered the examples before.
+    """
     with ExitStack() as stack:
-        running = []
-        for argv in commands:
-            own = drafter if "draft_service" in argv else target
-            moved = [drafter if word == DRAFTER else word for word in argv] + ["--port", own.rpartition(":")[2]]
-            process = subprocess.Popen(
-                moved, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append((process, own))
-        for _, own in running:
-            with Client(own) as client:
-                client.wait_ready(180)
-        with Client(target, timeout_s=60) as client:
+        started: Started = request.getfixturevalue("up") if is_up(block) else start(block, stack)
+        started.wait_ready()
+        with Client(started.address, timeout_s=60) as client:
             assert client.complete("one two three", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
-        for process, _ in reversed(running):
+        for process, _ in reversed(started.programs):
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
 

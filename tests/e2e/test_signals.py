@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT to real processes: they finish or cut their streams in time, and exit with 0, every time."""
+"""SIGTERM and SIGINT to real processes: they finish or cut their streams in time, and exit with 0, every time.
+
+With tiny models; in test_failures.py the same happens to SmolLM2.
+"""
 
 from __future__ import annotations
 
@@ -78,17 +81,22 @@ async def in_pairs(count: int, cycle: object) -> list[int]:
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def test_an_idle_target_ends_with_0_ten_times(model: Path) -> None:
-    """A thread that ends without clearing its streams aborts the process (134) most of the time, not always."""
+async def test_an_idle_target_ends_with_0_every_time(model: Path) -> None:
+    """A thread that ends without clearing its streams aborts the process (134) most of the time, not always.
+
+    Four times here, four times below in the middle of streams, and once in most other tests of processes.
+    """
 
     async def cycle() -> int:
         async with target(model) as running:
             return await stopped(running)
 
-    assert await in_pairs(10, cycle) == [0] * 10
+    assert await in_pairs(4, cycle) == [0] * 4
 
 
-async def test_a_target_in_the_middle_of_streams_ends_with_0_ten_times(model: Path) -> None:
+async def test_a_target_in_the_middle_of_streams_ends_with_0_every_time(model: Path) -> None:
+    """Four times: the same race, with requests that are cut."""
+
     async def cycle() -> int:
         async with target(model, "--drain-s", "0.3") as running:
             async with streaming(running.address) as one, streaming(running.address) as two:
@@ -101,7 +109,7 @@ async def test_a_target_in_the_middle_of_streams_ends_with_0_ten_times(model: Pa
                     assert error.reason == "DRAINING"
             return status
 
-    assert await in_pairs(10, cycle) == [0] * 10
+    assert await in_pairs(4, cycle) == [0] * 4
 
 
 @pytest.mark.parametrize("source", ["lookup", "model"])
@@ -128,13 +136,13 @@ async def test_a_drafter_ends_with_0_idle_and_in_the_middle_of_a_request(model: 
                 assert await stopped(verifier) == 0
             return status
 
-    assert [*await in_pairs(2, idle), await busy()] == [0] * 3
+    assert [await idle(), await busy()] == [0] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_stream_that_is_short_enough_finishes_within_the_drain(model: Path, number: int) -> None:
     async with target(model, "--drain-s", "30") as running:
-        async with streaming(running.address, max_tokens=4000) as stream:
+        async with streaming(running.address, max_tokens=2500) as stream:
             running.process.send_signal(number)
             await running.until("state", state="draining")
             assert await health(running.address) == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -143,7 +151,7 @@ async def test_a_stream_that_is_short_enough_finishes_within_the_drain(model: Pa
                     await late.complete("x", timeout_s=10)
             assert refused.value.reason == "DRAINING"
             assert await read_to_the_end(stream) is None
-            assert stream.completion().usage.completion_tokens == 4000
+            assert stream.completion().usage.completion_tokens == 2500
         assert await running.end() == 0
 
 
@@ -181,13 +189,3 @@ async def test_a_target_with_an_open_health_watch_still_ends_in_time(model: Path
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await running.end() == 0
         assert time.monotonic() - began_s < PATIENCE_S
-
-
-@pytest.mark.model
-async def test_smollm2_ends_with_0_in_the_middle_of_a_stream() -> None:
-    async with target("smollm2-135m", "--drain-s", "0.5") as running:
-        async with streaming(running.address, max_tokens=500) as stream:
-            assert await stopped(running) == 0
-            error = await read_to_the_end(stream)
-        assert isinstance(error, Unavailable)
-        assert error.reason == "DRAINING"

@@ -87,7 +87,7 @@ async def _all_equal(kind: str, name: str, tmp_path: Path) -> None:
         assert plain.counts.drafted == 0
         truth = PROMPT + list(plain.ids)
         for drafter, script in drafters(truth, len(PROMPT)).items():
-            for drafts in (1, 2, 4, 8):
+            for drafts in (1, 3, 8):
                 result = await complete(target, fixed(wanted, drafts), script)
                 assert result.visible == plain.visible, f"{drafter}, {drafts} drafts"
                 _reconcile(result)

@@ -109,13 +109,15 @@ async def complete(target: Running, request: dict[str, Any], **drafting: Any) ->
 async def test_whatever_a_drafter_does_the_answer_is_the_plain_one(model: Path, name: str) -> None:
     fake = FakeDraftService()
     # Short where the drafter is silent; else long, for a busy machine is no fault of the drafter's.
-    timeout_s = {"hanging": 0.05, "now this, now that": 0.5}.get(name, 5.0)
+    timeout_s = {"hanging": 0.05, "now this, now that": 0.3}.get(name, 5.0)
+    # What fails does so whatever it is asked for.
+    ways = {how: DRAFTING[how] for how in ("fixed 4", "auto")} if name.startswith("fails") else DRAFTING
     async with drafted(model, fake, draft_timeout_s=timeout_s) as (target, _):
         for request in REQUESTS.values():
             plain = await complete(target, request, drafting="off")
             assert plain.speculation.num_draft_tokens == 0
             truth = [*plain.token_ids, *([0] * 64)]
-            for how, drafting in DRAFTING.items():
+            for how, drafting in ways.items():
                 fake.script = SCRIPTS[name](truth)
                 began = len(fake.drafts)
                 result = await asyncio.wait_for(complete(target, request, **drafting), PATIENCE_S)

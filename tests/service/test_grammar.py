@@ -114,9 +114,10 @@ async def test_an_unfinished_object_says_so(target: Running) -> None:
     assert (stopped.text, stopped.finished.grammar_complete) == ('{"', False)
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "words"),
-    [
+async def test_what_cannot_be_kept_is_refused_before_any_work(target: Running) -> None:
+    """By field, with the compiler's words and without its clock and sources."""
+    brake = target.brake(prefill=True)
+    refused: list[tuple[dict[str, Any], str, str]] = [
         ({"json_schema": {"$ref": "https://example.org/x.json"}}, "json_schema", "leads outside"),
         ({"json_schema": {"type": "number", "multipleOf": 0.1}}, "json_schema", "multipleOf"),
         ({"json_schema": "{"}, "json_schema", "not JSON"),
@@ -129,20 +130,15 @@ async def test_an_unfinished_object_says_so(target: Running) -> None:
         ({"json_object": False}, "json_object", "false"),
         ({"regex": "a" * 70_000}, "regex", "at most 65536"),
         ({"any_whitespace": True}, "grammar", "without a constraint"),
-    ],
-)
-async def test_what_cannot_be_kept_is_refused_before_any_work(
-    target: Running, options: dict[str, Any], field: str, words: str
-) -> None:
-    """By field, with the compiler's words and without its clock and sources."""
-    brake = target.brake(prefill=True)
-    with pytest.raises(InvalidRequest) as caught:
-        await target.client.complete("Go", **options)
-    (violation,) = caught.value.violations
-    assert violation.field == field
-    assert words in violation.description
-    assert not re.search(r"\d\d:\d\d:\d\d|/project|\.cc", str(caught.value))
-    assert (brake.forwards, brake.prefills) == (0, 0)
+    ]
+    for options, field, words in refused:
+        with pytest.raises(InvalidRequest) as caught:
+            await target.client.complete("Go", **options)
+        (violation,) = caught.value.violations
+        assert violation.field == field
+        assert words in violation.description
+        assert not re.search(r"\d\d:\d\d:\d\d|/project|\.cc", str(caught.value))
+        assert (brake.forwards, brake.prefills) == (0, 0), options
 
 
 async def test_a_compiler_that_hangs_is_ended_and_holds_nobody(model: Path) -> None:

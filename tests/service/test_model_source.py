@@ -562,7 +562,7 @@ async def busy(address: str, name: str) -> grpc.StatusCode:
     raise AssertionError("unreachable")
 
 
-@pytest.mark.parametrize("cycle", range(5))
+@pytest.mark.parametrize("cycle", range(2))
 async def test_sigterm_ends_an_idle_model_drafter_with_0(model_dir: Path, cycle: int) -> None:
     async with program("--draft-model", str(model_dir)) as running:
         await running.until("state", state="serving")
@@ -570,7 +570,7 @@ async def test_sigterm_ends_an_idle_model_drafter_with_0(model_dir: Path, cycle:
         assert await asyncio.wait_for(running.end(), 60) == 0, running.lines
 
 
-@pytest.mark.parametrize("cycle", range(5))
+@pytest.mark.parametrize("cycle", range(2))
 async def test_sigterm_mid_call_ends_a_model_drafter_with_0(model_dir: Path, cycle: int) -> None:
     async with program("--draft-model", str(model_dir), "--drain-s", "0.2") as running:
         await running.until("state", state="serving")

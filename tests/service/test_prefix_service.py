@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from service.target_fixture import PATIENCE_S, Running, happens, program, target_service, visible
+from structlog.testing import capture_logs
 
 from draftwire.aio_client import AsyncClient
 from draftwire.errors import Cancelled
@@ -201,7 +202,7 @@ async def test_started_comes_first_also_on_a_hit(target: Running) -> None:
 
 
 async def test_sigterm_writes_what_is_queued_and_the_next_process_finds_it(model: Path, tmp_path: Path) -> None:
-    """Two real processes; and a third beside the second, which gets no share of its directory."""
+    """Real processes; beside the second, another target gets no share of the directory, which is free once it is killed."""
     flags = ["--model", str(model), "--prompt-cache-dir", str(tmp_path / "kept")]
     async with program("target_service", *flags) as first:
         await first.until("state", state="serving")
@@ -216,12 +217,11 @@ async def test_sigterm_writes_what_is_queued_and_the_next_process_finds_it(model
             again = await client.complete(TEXT, max_tokens=4, ignore_eos=True)
             assert again.usage.cached_tokens == ON_DISK
             assert again.token_ids == done.token_ids
-        async with program("target_service", *flags) as third:
-            told = await third.until("prefix_cache_in_memory_only")
-            assert "used by another process" in told["reason"]
-            await third.until("state", state="serving")
-            async with AsyncClient(third.address) as client:
-                assert (await client.complete(TEXT, max_tokens=4)).usage.cached_tokens == 0
+        with capture_logs() as logs:
+            async with target_service(model, prompt_cache_dir=tmp_path / "kept") as third:
+                assert (await third.client.complete(TEXT, max_tokens=4)).usage.cached_tokens == 0
+        (told,) = [entry for entry in logs if entry["event"] == "prefix_cache_in_memory_only"]
+        assert "used by another process" in told["reason"]
         second.process.kill()
         await second.end()
     async with program("target_service", *flags) as last:
