@@ -35,7 +35,12 @@ class _Stream(threading.Thread):
         with (
             Client(self._address) as client,
             client.generate(
-                token_ids=self._ids, temperature=0.0, max_tokens=self._max_tokens, drafting="off", ignore_eos=True
+                token_ids=self._ids,
+                temperature=0.0,
+                max_tokens=self._max_tokens,
+                drafting="off",
+                ignore_eos=True,
+                cache=False,
             ) as stream,
         ):
             for event in stream:
