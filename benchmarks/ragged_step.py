@@ -19,7 +19,7 @@ from draftwire.blas import load_blas
 
 MODEL: Final = "smollm2-135m"
 _SLOTS: Final = 8
-_LONGEST: Final = 256
+_LONGEST: Final = 272
 _SHORTER: Final = 16
 """Positions that each next sequence has less."""
 _REPEATS: Final = 25

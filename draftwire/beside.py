@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn import Module
+from mlx.nn import Module  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

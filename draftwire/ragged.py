@@ -23,7 +23,7 @@ CAPACITY_STEP: Final = 256
 _MOST_EXACT: Final = 16
 # Keys that a forward looks at come in steps, so that few shapes occur; a multiple of every vector width, so that sums over
 # masked keys fall into the same lanes whatever the number of keys.
-_EXTENT_STEP: Final = 64
+_EXTENT_STEP: Final = 32
 # Forwards that a pool stays too large: copying it costs about as much as one.
 _PATIENCE: Final = 16
 
