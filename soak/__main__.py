@@ -36,7 +36,8 @@ LONG_S = 300.0
 """From here on a run is a long one: its figures are kept."""
 REST_S = 30.0
 """How long sessions may take to go after the last request: leases of 5 seconds end what nobody releases."""
-_SERVICE_FLAGS = ("--blas", "reference", "--log-level", "info")
+# So little room for prefixes that they are dropped all the time, and memory is at its bound within the first minute.
+_SERVICE_FLAGS = ("--blas", "reference", "--log-level", "info", "--prompt-cache-bytes", str(2 * 1024**2))
 
 
 class Soak:
