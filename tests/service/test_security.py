@@ -64,6 +64,15 @@ def guard(authority: Authority, pair: Pair, *, tokens: Path | None = None, mutua
 
 async def reason_of(address: str, method: str, metadata: Any, tls: TLS | None = None) -> str:
     """Calls a method by name with an empty message, whatever its kind: the reason of the refusal, or "OK"."""
+    # A refusal may overtake the message of a streaming caller; grpc's client then says that it could not send it.
+    for _ in range(5):
+        found = await _reason_of(address, method, metadata, tls)
+        if found != "INTERNAL":
+            break
+    return found
+
+
+async def _reason_of(address: str, method: str, metadata: Any, tls: TLS | None) -> str:
     async with connected(address, tls) as channel:
         call: Any = (
             channel.stream_stream(method)(iter([b""]), metadata=metadata, timeout=20)
