@@ -79,9 +79,9 @@ class Engine:
         self._next_slot = 0
         self._built: list[Slot] = []
         """Those whose next forward has been built ahead and not yet handed to mlx."""
-        self.reads_first = True
+        self.reads_first = False
         """Whether a forward's ids are read before mlx gets the next one. On a CPU handing over blocks until most of it is
-        computed, and the ids would wait for that; a GPU would idle meanwhile."""
+        computed, so that ids come a forward earlier; but between two forwards nothing computes then, 5 ms of 44 to 69."""
         self.rollback: Rollback = Rollback("", "not looked at yet")
         self.batching = "one by one"
         """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
@@ -400,7 +400,6 @@ class Engine:
 
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         self.rollback = self._look()
-        self.reads_first = mx.default_device().type == mx.DeviceType.cpu
         slot = self._empty(Choosing())
         self._prefill(slot, [0] * 32)
         slot.keep = 32

@@ -189,7 +189,6 @@ class ExactEngine(PooledEngine[RowPool]):
     def _prepare(self, rows: Sequence[int]) -> dict[int, float]:
         """One number for all windows that a tile holds: they are the same forward."""
         self.rollback = self._look()
-        self.reads_first = mx.default_device().type == mx.DeviceType.cpu
         slot = self._empty(Choosing())
         self._prefill(slot, [0] * _MEASURED)
         slot.keep = _MEASURED

@@ -116,8 +116,8 @@ class PooledEngine(Engine, Generic[P]):
             self._lose_all()
 
     def _read(self, flight: Flight) -> list[Chosen | InternalError]:
-        """The choices of a forward. On a GPU, the next one is handed over before: when this one is nearly through, since until
-        then mlx would find the pool's arrays in use and copy them."""
+        """The choices of a forward. The next one is handed over before: when this one is nearly through, since until then mlx
+        would find the pool's arrays in use and copy them."""
         if not self.reads_first and self._ahead is not None and self._ahead.numbers:
             if flight.last_keys is not None:
                 mx.eval(flight.last_keys)

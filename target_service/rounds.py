@@ -62,7 +62,8 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorde
             if beside:
                 whole = False
                 scheduler.was_read(beside, choices[0].forward_s - expected_s(crowd, group))
-            elif not scheduler.read_between:
+            elif not scheduler.read_between and begun == all(window.ahead for _, window in group):
+                # Where forwards begin or cease to be begun ahead, the clock shows two of them, or next to none.
                 observe(crowd, group, choices)
             computed_s += choices[0].forward_s
             steps = sum(sequence.ledger.step for sequence, _ in group)
