@@ -52,7 +52,7 @@ class BatchEngine(PooledEngine[RaggedPool]):
         if not chunks or not self.reads_beside:
             return await super().forward(windows, chunks)
         work, reads = self._to_run(windows), self._to_read(chunks)
-        return await self._computed(lambda: self._forward_beside(work, reads))
+        return await self._compute.run(lambda: self._forward_beside(work, reads))
 
     def _to_read(self, chunks: Mapping[int, Sequence[int]]) -> list[tuple[Slot, list[int]]]:
         work = []

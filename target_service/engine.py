@@ -5,7 +5,6 @@ The event loop calls the public methods; methods with a leading underscore run o
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,8 +45,6 @@ class Slot:
     ahead: PendingChoice | mx.array | None = None
     """The choice after [pending] at position `keep`, begun before pending was read back; under a constraint, which has to
     know pending, its logits."""
-    ahead_s: float | None = None
-    """When mlx got it."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
     lost: bool = False
@@ -77,11 +74,6 @@ class Engine:
         self._width = loaded.head_width
         self._slots: dict[int, Slot] = {}
         self._next_slot = 0
-        self._built: list[Slot] = []
-        """Those whose next forward has been built ahead and not yet handed to mlx."""
-        self.reads_first = False
-        """Whether a forward's ids are read before mlx gets the next one. On a CPU handing over blocks until most of it is
-        computed, so that ids come a forward earlier; but between two forwards nothing computes then, 5 ms of 44 to 69."""
         self.rollback: Rollback = Rollback("", "not looked at yet")
         self.batching = "one by one"
         """How sequences share a forward, for people: "ragged", or "one by one: <reason>"."""
@@ -170,13 +162,7 @@ class Engine:
         if chunks:
             await self.prefill_together(chunks)
         work = self._to_run(windows)
-        return await self._computed(lambda: self._forward(work))
-
-    async def _computed(self, job: Callable[[], list[Choice]]) -> list[Choice]:
-        """Runs a forward; the next one, where it was built ahead, begins once this one's choices are on their way."""
-        choices = self._compute.submit(job)
-        self._compute.submit(self._go_on)
-        return await asyncio.wrap_future(choices)
+        return await self._compute.run(lambda: self._forward(work))
 
     def _to_run(self, windows: Sequence[Window]) -> list[tuple[Slot, Window]]:
         for window in windows:
@@ -275,31 +261,15 @@ class Engine:
         flights = [self._launch(slot, window) for slot, window in work]
         for flight in flights:
             if flight.window.ahead:
-                self._build_ahead(flight)
-        if not self.reads_first:
-            self._go_on()
+                self._launch_ahead(flight)
         return [self._land(flight) for flight in flights]
-
-    def _go_on(self) -> None:
-        """Hands over what was built ahead."""
-        built, self._built = self._built, []
-        for slot in built:
-            if slot.ahead is None:
-                continue
-            slot.ahead_s = time.perf_counter()
-            arrays = slot.ahead if isinstance(slot.ahead, mx.array) else slot.ahead.arrays()
-            try:
-                mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-            except Exception:
-                # Whoever asks for its next forward hears of it.
-                slot.ahead, slot.lost = None, True
 
     def _launch(self, slot: Slot, window: Window) -> _Flight:
         """Hands a window to mlx, or takes the forward that was begun ahead if it is this very window."""
         if slot.ahead is not None and not window.drafts:
             begun, slot.ahead = slot.ahead, None
             choice = self._handed_over(self._chosen(slot, begun, window) if isinstance(begun, mx.array) else begun)
-            return _Flight(slot, window, choice, began_s=slot.ahead_s or time.perf_counter())
+            return _Flight(slot, window, choice)
         began_s = time.perf_counter()
         # Without drafts the replay costs its rows once; with them it may have to be done again.
         replayed = self._settle(slot, MOST_REPLAYED if window.drafts else None)
@@ -328,17 +298,16 @@ class Engine:
         mx.async_eval(choice.arrays())  # type: ignore[no-untyped-call]
         return choice
 
-    def _build_ahead(self, flight: _Flight) -> None:
-        """Builds the next plain forward from the lazy id, while this one computes."""
+    def _launch_ahead(self, flight: _Flight) -> None:
+        """Begins the next plain forward from the lazy id, so that building its graph overlaps this one's computing."""
         step = flight.window.first_step + 1
         window = Window(slot=flight.window.slot, pending=0, first_step=step)
         flight.slot.cache.begin_ahead()
         if flight.window.limits is None:
-            flight.slot.ahead = self._build(flight.slot, flight.choice.ids[None], window)
+            flight.slot.ahead = self._handed_over(self._build(flight.slot, flight.choice.ids[None], window))
         else:
             flight.slot.ahead = self._logits(flight.slot, flight.choice.ids[None], 1)
-        flight.slot.ahead_s = None
-        self._built.append(flight.slot)
+            mx.async_eval(flight.slot.ahead)  # type: ignore[no-untyped-call]
 
     def _land(self, flight: _Flight) -> Choice:
         """A row that cannot be chosen from ends its own sequence, not the tick."""
@@ -394,7 +363,6 @@ class Engine:
 
     def _unload(self) -> None:
         self._slots.clear()
-        self._built.clear()
         self._model = None
         mx.clear_cache()
 

@@ -103,22 +103,10 @@ class PooledEngine(Engine, Generic[P]):
             self._pool.written(seat_of(slot), 1)
         return ahead
 
-    def _go_on(self) -> None:
-        """Hands over the forward that was built ahead, where it will surely be the next one.
-
-        Whoever joins meanwhile waits for the one after: see `begun`.
-        """
-        try:
-            if self._ahead is not None and self._ahead.numbers:
-                self._dispatch(self._ahead)
-        except Exception:
-            # Those whose caches are gone hear of it at their next forward.
-            self._lose_all()
-
     def _read(self, flight: Flight) -> list[Chosen | InternalError]:
         """The choices of a forward. The next one is handed over before: when this one is nearly through, since until then mlx
-        would find the pool's arrays in use and copy them."""
-        if not self.reads_first and self._ahead is not None and self._ahead.numbers:
+        would find the pool's arrays in use and copy them. Whoever joins meanwhile waits for the one after: see `begun`."""
+        if self._ahead is not None and self._ahead.numbers:
             if flight.last_keys is not None:
                 mx.eval(flight.last_keys)
                 flight.last_keys = None
