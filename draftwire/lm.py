@@ -56,6 +56,7 @@ def load_model(
     if dtype == "float32" or (dtype == "auto" and _computes_on_cpu()):
         module = _as_float32(module, utils)
     _evaluate_by_layer(module)
+    importlib.import_module("draftwire.vector_exp").teach(module)
     return describe(
         module, config, model_id=model_id, revision=found_revision, path=path, context_length=context_length
     )
