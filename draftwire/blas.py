@@ -35,6 +35,8 @@ _CORE_NEEDS: Final[Mapping[str, str]] = {
     "SAPPHIRERAPIDS": "avx512_bf16",
 }
 
+_SMALL_PRODUCT_CORES: Final = ("SKYLAKEX", "COOPERLAKE", "SAPPHIRERAPIDS")
+
 
 class BlasError(RuntimeError):
     """The wanted BLAS cannot be had in this process; the message has the reason and the remedy."""
@@ -122,6 +124,17 @@ def load_blas_from_env(environ: Mapping[str, str] | None = None) -> BlasInfo:
     except ValueError:
         raise ValueError(f"DRAFTWIRE_THREADS={count!r} is not a whole number") from None
     return load_blas(cast(BlasChoice, choice), threads=threads)
+
+
+def multiplies_small() -> bool:
+    """Whether this process's BLAS takes small products as they lie, without packing them, and so is fastest with these.
+
+    So do OpenBLAS's kernels for AVX-512 (its SMALL_MATRIX_OPT); with several threads it shares out large products instead.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "openblas_get_corename") or int(library.openblas_get_num_threads()) > 1:
+        return False
+    return _text(library.openblas_get_corename).upper() in _SMALL_PRODUCT_CORES
 
 
 def _builtin_reason() -> str | None:
