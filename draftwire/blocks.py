@@ -1,6 +1,6 @@
 """Linear layers whose weights lie in blocks, for a BLAS that multiplies small matrices without copying them first.
 
-A BLAS packs a weight matrix before it multiplies, which costs as much for one row as for hundreds: it was half of a decode step.
+A BLAS packs a weight matrix before it multiplies, which costs as much for one row as for hundreds: half of a decode step.
 OpenBLAS leaves that out below a size (`SMALL_PRODUCT`, where `draftwire.blas.multiplies_small` says so). So here a layer's
 weights are blocks of 64 outputs, and its rows tiles, each product small enough. A weight is read once, at the speed of memory.
 
@@ -48,7 +48,7 @@ def unblock(blocks: mx.array, outputs: int) -> mx.array:
 
 def multiply(x: mx.array, blocks: mx.array, outputs: int) -> mx.array:
     """x @ weight^T: (..., inputs) to (..., outputs)."""
-    parts, _, inputs, width = blocks.shape
+    parts, _, inputs, _ = blocks.shape
     rows = x.size // (parts * inputs)
     tiles = -(-rows // tile_rows(inputs))
     height = -(-rows // tiles)

@@ -1,8 +1,8 @@
 """Attention and SwiGLU for CPUs with an exponential that the compiler vectorises.
 
-mlx's own exponential takes one element at a time on a CPU without Accelerate, 9 to 10 ns each, which was 10 of the 14 ns of an
-attention score and most of a SwiGLU. Here 2^x is built of additions and products only (`_halves`), 1 to 2 ns. Its relative error
-is 3e-7 at most, mlx's 1.8e-6. docs/adr/0305 has the figures.
+mlx's own exponential takes one element at a time on a CPU without Accelerate, 9 to 10 ns each, which was 10 of the 14 ns of
+an attention score and most of a SwiGLU. Here 2^x is built of additions and products only (`_halves`), 1 to 2 ns. Its relative
+error is 3e-7 at most, mlx's 1.8e-6. docs/adr/0305 has the figures.
 
 Importing this module imports mlx. Everything here runs on the compute thread.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx.nn import Module  # type: ignore[attr-defined]
@@ -28,11 +28,9 @@ _LOG2_E: Final = 1 / math.log(2)
 _ROUND: Final = 1.5 * 2.0**23
 _EXPONENT_BIAS: Final = 127
 _EXPONENT_UNIT: Final = 2**23
-# 2^-100 beside the largest weight, which is 1, is nothing; so far from the end of the range no product is subnormal.
-_LIMIT: Final = 100.0
+# The bits of 2^-127 are those of 0: what is masked has no weight at all.
+_LIMIT: Final = 127.0
 _MASKED: Final = -1e30
-# Under this many elements the further operations cost more than the exponentials save.
-_WORTH: Final = 6144
 # Scores computed at a time: 1 MiB stays in the cache between the passes.
 _BLOCK: Final = 1 << 18
 _TOLERANCE: Final = 1e-5
@@ -70,7 +68,7 @@ def _exponents(gate: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def exp2(x: mx.array) -> mx.array:
-    """2^x of float32, elementwise, for x in [-100, 100]; beyond, the value at the nearer end. NaN stays NaN."""
+    """2^x of float32, elementwise. 0 below -126.5, 2^127 from 127 on; NaN stays NaN."""
     fraction, bits = _halves(x)
     product: mx.array = _product(fraction, bits.view(mx.float32))
     return product
@@ -78,20 +76,21 @@ def exp2(x: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """gate * sigmoid(gate) * x, as mlx-lm's function of this name."""
-    if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.size < _WORTH or gate.shape != x.shape:
-        return plain_swiglu(gate, x)
+    if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.shape != x.shape:
+        plain: mx.array = plain_swiglu(gate, x)
+        return plain
     fraction, bits = _exponents(gate)
     out: mx.array = _gated(gate, x, fraction, bits.view(mx.float32))
     return out
 
 
-def attention(
+def attention(  # noqa: PLR0917 -- mlx-lm's signature
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Any,
+    values: Any,
     cache: Any,
     scale: float,
-    mask: mx.array | str | None,
+    mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """softmax(queries keys^T * scale) values, as mlx-lm's `scaled_dot_product_attention`.
@@ -99,35 +98,28 @@ def attention(
     queries: (B, heads, L, dim); keys and values: (B, KV heads, S, dim), or quantised; mask: "causal", bool (True is seen) or
     to be added, (L, S) or (B, 1 or heads, L, S). Returns (B, heads, L, values' dim).
     """
-    plain = hasattr(cache, "bits") or sinks is not None or queries.dtype != mx.float32
-    if plain or queries.size // queries.shape[-1] * keys.shape[-2] < _WORTH:
-        return plain_attention(queries, keys, values, cache, scale, mask, sinks)
-    if isinstance(mask, mx.array) and mask.ndim not in (2, 4):
-        return plain_attention(queries, keys, values, cache, scale, mask, sinks)
+    ours = sinks is None and not hasattr(cache, "bits") and queries.dtype == mx.float32
+    ours = ours and (not isinstance(mask, mx.array) or mask.ndim in (2, 4))
+    if not ours:
+        out: mx.array = plain_attention(queries, keys, values, cache, scale, mask, sinks)
+        return out
     batch, heads, length, _ = queries.shape
     seen = keys.shape[2]
     added = _added(mask, keys.shape[1], length, seen)
-    # A power of two: log2 of e in the scale, so that softmax is made of 2^x.
+    # log2 of e in the scale, so that softmax is made of 2^x.
     queries = queries * (scale * _LOG2_E)
     rows = max(1, _BLOCK // (heads * length * seen))
     columns = length if rows > 1 else max(1, _BLOCK // (heads * seen))
     blocks = []
     for row in range(0, batch, rows):
         own = slice(row, row + rows)
-        part = added if added is None or added.shape[0] == 1 else added[own]
         lines = []
         for begin in range(0, length, columns):
             end = min(begin + columns, length)
             # Nobody in this block sees further than its last position.
             last = seen - length + end if mask == "causal" else seen
-            lines.append(
-                _attend(
-                    queries[own, :, begin:end],
-                    keys[own, :, :last],
-                    values[own, :, :last],
-                    None if part is None else part[:, :, :, begin:end, :last],
-                )
-            )
+            part = None if added is None else added[own if added.shape[0] > 1 else slice(None), :, :, begin:end, :last]
+            lines.append(_attend(queries[own, :, begin:end], keys[own, :, :last], values[own, :, :last], part))
         blocks.append(lines[0] if len(lines) == 1 else mx.concatenate(lines, axis=2))
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
 
@@ -157,7 +149,7 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, added: mx.array
         grouped = scores.reshape(batch, kv_heads, -1, length, seen) + added
         scores = grouped.reshape(batch, kv_heads, -1, seen)
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
-    total = weights @ mx.ones((seen, 1))
+    total = mx.sum(weights, axis=-1, keepdims=True)
     return ((weights @ values) / total).reshape(batch, heads, length, -1)
 
 
@@ -180,10 +172,10 @@ def teach(model: Any) -> int:
 
 def _works() -> bool:
     """Whether what the compiler made of `exp2` is 2^x: an option such as -ffast-math would undo the rounding."""
-    x = mx.linspace(-_LIMIT, _LIMIT, 4099)
+    x = mx.linspace(1 - _LIMIT, _LIMIT, 4099)
     expected = mx.power(2.0, x)
     try:
-        apart = float(mx.max(mx.abs(exp2(x) / expected - 1)).item())
+        apart = cast("float", mx.max(mx.abs(exp2(x) / expected - 1)).item())
     except RuntimeError:  # no C++ compiler
         return False
     return apart <= _TOLERANCE
@@ -208,6 +200,8 @@ def _taught(kind: type[Any]) -> type[Any] | None:
     if not ours:
         return None
     # A copy of the function with names of its own: the module that others import stays untouched.
-    own_call = FunctionType(call.__code__, {**call.__globals__, **ours}, call.__name__, call.__defaults__, call.__closure__)
+    own_call = FunctionType(
+        call.__code__, {**call.__globals__, **ours}, call.__name__, call.__defaults__, call.__closure__
+    )
     own_call.__kwdefaults__ = call.__kwdefaults__
     return type(kind.__name__, (kind,), {"__call__": own_call})
