@@ -30,34 +30,42 @@ def tile_rows(inputs: int) -> int:
 
 
 def block(weight: mx.array) -> mx.array:
-    """(outputs, inputs) as (parts, blocks, inputs / parts, 64); outputs that are missing to a whole block are zeros.
+    """(outputs, inputs) as (blocks, inputs, 64), where missing outputs are zeros.
 
-    Inputs are split where fewer than `_ROWS` rows would fit; the parts' products are added up.
+    Inputs are split where fewer than `_ROWS` rows would fit, (parts, blocks, inputs / parts, 64); the parts' products are
+    added up.
     """
     outputs, inputs = weight.shape
     parts = next(count for count in range(1, inputs + 1) if inputs % count == 0 and tile_rows(inputs // count) >= _ROWS)
     weight = mx.pad(weight, [(0, -outputs % _WIDTH), (0, 0)])
-    return mx.contiguous(weight.reshape(-1, _WIDTH, parts, inputs // parts).transpose(2, 0, 3, 1))
+    blocks = weight.reshape(-1, _WIDTH, parts, inputs // parts).transpose(2, 0, 3, 1)
+    return mx.contiguous(blocks if parts > 1 else mx.squeeze(blocks, 0))
 
 
 def unblock(blocks: mx.array, outputs: int) -> mx.array:
     """What `block` was given, (outputs, inputs)."""
-    parts, count, inputs, width = blocks.shape
-    return blocks.transpose(1, 3, 0, 2).reshape(count * width, parts * inputs)[:outputs]
+    count, inputs, width = blocks.shape[-3:]
+    return blocks.reshape(-1, count, inputs, width).transpose(1, 3, 0, 2).reshape(count * width, -1)[:outputs]
 
 
 def multiply(x: mx.array, blocks: mx.array, outputs: int) -> mx.array:
     """x @ weight^T: (..., inputs) to (..., outputs)."""
-    parts, _, inputs, _ = blocks.shape
+    inputs = blocks.shape[-2]
+    parts = 1 if blocks.ndim == 3 else blocks.shape[0]
     rows = x.size // (parts * inputs)
-    tiles = -(-rows // tile_rows(inputs))
+    most = tile_rows(inputs)
+    if parts == 1 and rows <= most:
+        # Most decode steps: as few operations as possible.
+        out = (x.reshape(1, rows, inputs) @ blocks).swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+        return out if out.shape[-1] == outputs else out[..., :outputs]
+    tiles = -(-rows // most)
     height = -(-rows // tiles)
     flat = x.reshape(rows, parts * inputs)
     if tiles * height > rows:
         flat = mx.pad(flat, [(0, tiles * height - rows), (0, 0)])
+    # A block stays in the cache while all tiles pass by: the last batch axis is the tiles'.
     if parts == 1:
-        # A block stays in the cache while all tiles pass by: the last batch axis is the tiles'.
-        out = flat.reshape(1, tiles, height, inputs) @ mx.squeeze(blocks, 0)[:, None]
+        out = flat.reshape(1, tiles, height, inputs) @ blocks[:, None]
     else:
         split = mx.contiguous(flat.reshape(tiles, height, parts, inputs).transpose(2, 0, 1, 3))
         out = mx.sum(split[:, None] @ blocks[:, :, None], axis=0)
@@ -95,6 +103,8 @@ class BlockedEmbedding(_layers.Embedding):  # type: ignore[misc]
         return unblock(self.blocks, self.outputs)
 
     def __call__(self, ids: mx.array) -> mx.array:
+        if self.blocks.ndim == 3:
+            return self.blocks[ids // _WIDTH, :, ids % _WIDTH]
         rows = self.blocks[:, ids // _WIDTH, :, ids % _WIDTH]
         return rows.reshape(*ids.shape, -1)
 

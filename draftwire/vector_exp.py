@@ -31,8 +31,8 @@ _EXPONENT_UNIT: Final = 2**23
 # The bits of 2^-127 are those of 0: what is masked has no weight at all.
 _LIMIT: Final = 127.0
 _MASKED: Final = -1e30
-# Scores computed at a time: 1 MiB stays in the cache between the passes.
-_BLOCK: Final = 1 << 18
+# Scores computed at a time: 2 MiB, for the cache and for memory that malloc keeps between the passes.
+_BLOCK: Final = 1 << 19
 _TOLERANCE: Final = 1e-5
 
 _compiled = partial(mx.compile, shapeless=True)
