@@ -122,6 +122,23 @@ class RaggedLayer:
     def state(self, arrays: tuple[mx.array | None, mx.array | None]) -> None:
         self.keys, self.values = arrays
 
+    def resize(self, order: Sequence[int], slots: int, capacity: int) -> None:
+        """Copies rows `order` into arrays of another size, if they are of another. Keys before values: the peak is the arrays
+        and one more, not twice as many."""
+        if self.keys is None or self.values is None:
+            return
+        if (self.keys.shape[0], self.keys.shape[2]) == (slots, capacity) and list(order) == list(range(len(order))):
+            return
+        self.keys = _resized(self.keys, order, slots, capacity)
+        mx.eval(self.keys)
+        self.values = _resized(self.values, order, slots, capacity)
+        mx.eval(self.values)
+
+    @property
+    def positions(self) -> int:
+        """Positions that the arrays have; the pool's capacity at least, 0 before anything was written."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays take."""
@@ -152,6 +169,8 @@ class RaggedPool:
         self._flat: list[RaggedLayer] = list(flat(self.layers))
         self.coming = 0
         """Sequences that there will soon be, those that have a row included: the pool grows once for all of them."""
+        self.coming_positions = 0
+        """Positions that the longest of those without a row will have: `widen` makes room for it."""
         self._rows: list[PoolRow | None] = []
         self._reach: list[int] = []  # by index: positions that anything was ever written to
         self._roomy = 0
@@ -179,7 +198,20 @@ class RaggedPool:
         """Makes room for `rows` rows in all and `capacity` positions, in one copy. Never shrinks."""
         size = self._size_for(rows, capacity)
         if size != (self.slots, self.capacity):
-            self._repack(*size)
+            self._repack(*size, wide=True)
+
+    def widen(self) -> None:
+        """Makes room for `coming_positions` in one more layer, so that no forward waits for all of them. Nobody's row moves,
+        and the capacity is the larger one once every layer has it."""
+        capacity = _rounded(self.coming_positions + CAPACITY_STEP)
+        if not self.slots or capacity <= self.capacity:
+            return
+        narrow = [layer for layer in self._flat if layer.keys is not None and layer.keys.shape[2] < capacity]
+        if narrow:
+            narrow[0].resize(range(self.slots), self.slots, capacity)
+            mx.clear_cache()
+        if len(narrow) <= 1:
+            self.capacity, self._roomy = capacity, 0
 
     def join(self, caches: Sequence[Any], length: int) -> PoolRow:
         """Copies a sequence's own caches (batch 1, `length` positions, in time order) into a free row."""
@@ -202,7 +234,7 @@ class RaggedPool:
         sources = [list(flat(caches)) for caches, _ in joining]
         for number, layer in enumerate(self._flat):
             if old is not None:
-                self._resize(layer, old)
+                layer.resize(old, self.slots, max(self.capacity, layer.positions))
             for row, own in zip(rows, sources, strict=True):
                 cache = own[number]
                 end = max(row.length, self._reach[row.index])
@@ -274,7 +306,8 @@ class RaggedPool:
             scattered=scattered,
         )
         self._masks.clear()
-        self._roomy = self._roomy + 1 if self._wanted(width) != (self.slots, self.capacity) else 0
+        slots, capacity, keeps = self._wanted(width)
+        self._roomy = 0 if slots == self.slots and (keeps or capacity == self._widest) else self._roomy + 1
         for layer in self._flat:
             layer.begin(offsets)
         return places
@@ -291,21 +324,29 @@ class RaggedPool:
     def fit(self, width: int) -> None:
         """Shrinks a pool that has been too large for a while: fewer slots make a cheaper forward."""
         if self._roomy >= _PATIENCE:
-            self._repack(*self._wanted(width))
+            slots, capacity, keeps = self._wanted(width)
+            self._repack(slots, capacity, wide=keeps)
 
     def compact(self, width: int) -> None:
         """Shrinks to what its rows and a forward of this width need, at the price of a copy."""
         longest = max((row.length for row in self.rows), default=0)
         slots, capacity = shape_for(len(self.rows), longest + width)
-        if (slots, capacity) != (self.slots, self.capacity):
+        if (slots, capacity) != (self.slots, self.capacity) or capacity < self._widest:
             self._repack(slots, capacity)
 
-    def _wanted(self, width: int) -> tuple[int, int]:
-        """Slots and capacity that would do; a capacity that is less than twice what is needed stays."""
+    @property
+    def _widest(self) -> int:
+        """Positions of the layer that has most."""
+        return max((layer.positions for layer in self._flat), default=0)
+
+    def _wanted(self, width: int) -> tuple[int, int, bool]:
+        """Slots and capacity that would do, and whether layers keep what they have: where that is less than twice what is
+        needed."""
         rows = self.rows
-        longest = max((row.length for row in rows), default=0) + width
+        longest = max([self.coming_positions, *(row.length for row in rows)]) + width
         needed = (longest // CAPACITY_STEP + 1) * CAPACITY_STEP
-        return self._class_of(max(len(rows), self.coming, 1)), needed if 2 * needed <= self.capacity else self.capacity
+        slots = self._class_of(max(len(rows), self.coming, 1))
+        return (slots, needed, False) if 2 * needed <= self._widest else (slots, self.capacity, True)
 
     def rows_of(self, row: PoolRow) -> list[KVCache]:
         """A copy of a row as caches of its own, layer by layer: mlx-lm's, batch 1, in time order."""
@@ -357,7 +398,7 @@ class RaggedPool:
     def _size_for(self, rows: int, capacity: int) -> tuple[int, int]:
         """Slots and capacity that hold so much, and no less than there is."""
         slots = max(self.slots, self._class_of(max(rows, self.coming, 1)))
-        return slots, max(self.capacity, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        return slots, max(self.capacity, _rounded(capacity))
 
     def _places(self, rows: Sequence[PoolRow]) -> list[int]:
         """The indices of these rows, in order, and of the free rows between them where nobody else lies there."""
@@ -366,12 +407,12 @@ class RaggedPool:
         between = set(span) - set(own)
         return own if any(self._rows[index] is not None for index in between) else list(span)
 
-    def _repack(self, slots: int, capacity: int) -> None:
-        """Copies everything into arrays of another size, rows in order and without gaps."""
+    def _repack(self, slots: int, capacity: int, *, wide: bool = False) -> None:
+        """Copies everything into arrays of another size, rows in order and without gaps. wide: layers with more keep it."""
         old = [row.index for row in self.rows]
         self._renumber(slots, capacity)
         for layer in self._flat:
-            self._resize(layer, old)
+            layer.resize(old, slots, max(capacity, layer.positions) if wide else capacity)
         mx.clear_cache()
 
     def _renumber(self, slots: int, capacity: int) -> None:
@@ -382,14 +423,6 @@ class RaggedPool:
             row.index = index
         self._rows = [*rows, *([None] * (slots - len(rows)))]
         self.slots, self.capacity, self._roomy, self._forward = slots, capacity, 0, None
-
-    def _resize(self, layer: RaggedLayer, order: Sequence[int]) -> None:
-        """One layer at a time, keys before values: the peak is the pool and one array, not two pools."""
-        if layer.keys is not None and layer.values is not None:
-            layer.keys = _resized(layer.keys, order, self.slots, self.capacity)
-            mx.eval(layer.keys)
-            layer.values = _resized(layer.values, order, self.slots, self.capacity)
-            mx.eval(layer.values)
 
 
 def unpoolable(prototype: Sequence[Any]) -> str:
@@ -440,6 +473,10 @@ def flat(layers: Sequence[Any]) -> Iterator[Any]:
             yield layer
 
 
+def _rounded(positions: int) -> int:
+    return -(-positions // CAPACITY_STEP) * CAPACITY_STEP
+
+
 def _written(array: mx.array, window: mx.array, now: _Forward) -> mx.array:
     """The array with window (rows, heads, width, dim) at each row's own positions; in place where nobody else has it."""
     if now.scattered is None:
@@ -464,5 +501,8 @@ def _put_row(array: mx.array, own: mx.array | None, index: int, span: tuple[int,
 
 def _resized(array: mx.array, order: Sequence[int], slots: int, capacity: int) -> mx.array:
     kept = min(array.shape[2], capacity)
-    rows = mx.take(array, mx.array(list(order), dtype=mx.int32), axis=0) if order else array[:0]
+    if list(order) == list(range(array.shape[0])):
+        rows = array
+    else:
+        rows = mx.take(array, mx.array(list(order), dtype=mx.int32), axis=0) if order else array[:0]
     return mx.pad(rows[:, :, :kept], [(0, slots - len(order)), (0, 0), (0, capacity - kept), (0, 0)])

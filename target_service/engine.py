@@ -49,6 +49,8 @@ class Slot:
     """Its row of a pool that many sequences share; the cache is then empty."""
     lost: bool = False
     """Whether a forward failed that may have left anything in the cache."""
+    positions: int = 0
+    """Positions that its prompt will have, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,12 @@ class Engine:
         """Looks at the caches, warms up, and measures a forward of each number of rows. Returns rows -> seconds."""
         return await self._compute.run(lambda: self._prepare(rows))
 
-    async def open(self, choosing: Choosing) -> int:
-        """Makes an empty cache and returns its slot."""
+    async def open(self, choosing: Choosing, *, positions: int = 0) -> int:
+        """Makes an empty cache and returns its slot. positions: what its prompt will have, where that is known."""
         number = self._next_slot
         self._next_slot += 1
         self._slots[number] = await self._compute.run(lambda: self._empty(choosing))
+        self._slots[number].positions = positions
         return number
 
     async def prefill(self, slot: int, ids: Sequence[int]) -> None:

@@ -306,7 +306,8 @@ class Scheduler:
             first = self._take(entry)
             self._running.append(first)
             try:
-                first.slot = await self._engine.open(first.generation.choosing)
+                positions = len(first.generation.prompt)
+                first.slot = await self._engine.open(first.generation.choosing, positions=positions)
                 first.admit(first.slot, self._engine.rollback, self.open_source(first))
                 self._begin(first)
             except Exception as error:

@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()
 
-    async def open(self, choosing: Choosing) -> int:
+    async def open(self, choosing: Choosing, *, positions: int = 0) -> int:
         slot = next(self._numbers)
         self.caches[slot] = 0
         return slot
