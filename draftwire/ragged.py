@@ -127,17 +127,31 @@ class RaggedLayer:
         and one more, not twice as many."""
         if self.keys is None or self.values is None:
             return
-        if (self.keys.shape[0], self.keys.shape[2]) == (slots, capacity) and list(order) == list(range(len(order))):
+        shapes = {(array.shape[0], array.shape[2]) for array in (self.keys, self.values)}
+        if shapes == {(slots, capacity)} and list(order) == list(range(len(order))):
             return
         self.keys = _resized(self.keys, order, slots, capacity)
         mx.eval(self.keys)
         self.values = _resized(self.values, order, slots, capacity)
         mx.eval(self.values)
 
+    def widen(self, capacity: int) -> bool:
+        """More positions for the keys, or for the values if the keys have them. Whether both do now."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows = range(self.keys.shape[0])
+        if self.keys.shape[2] < capacity:
+            self.keys = _resized(self.keys, rows, len(rows), capacity)
+            mx.eval(self.keys)
+        else:
+            self.values = _resized(self.values, rows, len(rows), capacity)
+            mx.eval(self.values)
+        return self.values.shape[2] >= capacity
+
     @property
     def positions(self) -> int:
         """Positions that the arrays have; the pool's capacity at least, 0 before anything was written."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return 0 if self.keys is None or self.values is None else min(self.keys.shape[2], self.values.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -200,18 +214,16 @@ class RaggedPool:
         if size != (self.slots, self.capacity):
             self._repack(*size, wide=True)
 
-    def widen(self) -> None:
-        """Makes room for `coming_positions` in one more layer, so that no forward waits for all of them. Nobody's row moves,
-        and the capacity is the larger one once every layer has it."""
+    def widen(self) -> bool:
+        """Makes room for `coming_positions` in half a layer more, so that no forward waits for all of them. Nobody's row moves,
+        and the capacity is the larger one once every layer has it. Whether there was anything to do."""
         capacity = _rounded(self.coming_positions + CAPACITY_STEP)
         if not self.slots or capacity <= self.capacity:
-            return
-        narrow = [layer for layer in self._flat if layer.keys is not None and layer.keys.shape[2] < capacity]
-        if narrow:
-            narrow[0].resize(range(self.slots), self.slots, capacity)
-            mx.clear_cache()
-        if len(narrow) <= 1:
+            return False
+        narrow = [layer for layer in self._flat if 0 < layer.positions < capacity]
+        if (not narrow or narrow[0].widen(capacity)) and len(narrow) <= 1:
             self.capacity, self._roomy = capacity, 0
+        return True
 
     def join(self, caches: Sequence[Any], length: int) -> PoolRow:
         """Copies a sequence's own caches (batch 1, `length` positions, in time order) into a free row."""
@@ -336,8 +348,8 @@ class RaggedPool:
 
     @property
     def _widest(self) -> int:
-        """Positions of the layer that has most."""
-        return max((layer.positions for layer in self._flat), default=0)
+        """Positions of the array that has most."""
+        return max((array.shape[2] for layer in self._flat for array in layer.state if array is not None), default=0)
 
     def _wanted(self, width: int) -> tuple[int, int, bool]:
         """Slots and capacity that would do, and whether layers keep what they have: where that is less than twice what is

@@ -93,6 +93,8 @@ class Engine:
         """Whether prompts can be read in the forward of other sequences' windows."""
         self.beside_costs: dict[int, float] = {}
         """Tokens -> seconds that a prompt's first chunk adds to such a forward, from warm-up."""
+        self.made_room_s = 0.0
+        """Seconds that the last forward has taken for room that a prompt will need, besides computing."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
         self.layout: Layout | None = None

@@ -183,6 +183,8 @@ class Scheduler:
         waiting = [one for one in self._running if one.readable and not one.suspect]
         if waiting:
             self._budget.gap(round_s, self._crowding)
+            # The next will take about as long to make room as the last.
+            self._budget.spent(engine.made_room_s)
         chunks: dict[Sequence, int] = {}
         while waiting:
             turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)

@@ -114,6 +114,10 @@ class SimulatedEngine:
         return {n: added_s(n, 0) for n in (4, 16, 64)} if self.reads_beside else {}
 
     @property
+    def made_room_s(self) -> float:
+        return 0.0
+
+    @property
     def batching(self) -> str:
         return "ragged" if self.batch_costs is not None else "one by one"
 

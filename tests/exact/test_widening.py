@@ -46,7 +46,7 @@ def test_a_pool_widens_layer_by_layer_and_nobody_notices() -> None:
     join(1)
     check(5)
     pool.coming_positions = 900
-    for tick in range(4):
+    for tick in range(8):
         assert pool.capacity == CAPACITY_STEP
         pool.widen()
         if tick == 0:
@@ -56,8 +56,9 @@ def test_a_pool_widens_layer_by_layer_and_nobody_notices() -> None:
         if tick == 2:
             pool.compact(1)  # cuts what was wide
             assert {layer.positions for layer in flat(pool.layers)} == {CAPACITY_STEP}
-            for _ in range(3):
-                pool.widen()
+            pool.widen()
+            pool.widen()
+            pool.widen()
         check(6 + tick)
     assert pool.capacity == 5 * CAPACITY_STEP == pool.layers[0].positions
     arrays = [layer.keys for layer in flat(pool.layers)]
@@ -77,12 +78,13 @@ def test_a_wide_layer_stays_wide_when_slots_are_added() -> None:
         pool.coming_positions = 600
         if number == 0:
             pool.widen()
+            pool.widen()
     assert pool.slots > 1
     assert [layer.positions for layer in flat(pool.layers)] == [4 * CAPACITY_STEP, CAPACITY_STEP]
 
 
 def test_room_for_a_long_prompt_is_made_while_it_is_read() -> None:
-    """A layer a round, so that nobody waits for all of them when it joins; and a prompt that goes away takes its room along."""
+    """Half a layer a round: nobody waits for all of them when it joins. A prompt that goes away takes its room along."""
 
     async def check(compute: ComputeThread) -> None:
         loaded = await compute.run(lambda: make("llama", {"num_hidden_layers": 3}))
@@ -97,17 +99,18 @@ def test_room_for_a_long_prompt_is_made_while_it_is_read() -> None:
             # Not ahead, as the scheduler has it while somebody reads.
             window = Window(slot=short, pending=7, first_step=step, drafts=(), ahead=False)
             await engine.forward([window], chunks)
+            assert (engine.made_room_s > 0) is bool(chunks)
             engine.truncate(short, 10 + step)
 
         async def capacity() -> int:
             return await compute.run(lambda: engine._pool.capacity)
 
-        for step in range(3):
+        for step in range(6):
             assert await capacity() == (0 if step == 0 else CAPACITY_STEP)
             await tick(step, {long: [5]})
         assert await capacity() == 4 * CAPACITY_STEP
         engine.close(long)
-        for step in range(3, 60):
+        for step in range(6, 70):
             await tick(step, {})
         assert await capacity() == CAPACITY_STEP
         await engine.unload()
