@@ -180,11 +180,13 @@ def _evaluate_by_layer(module: Any) -> None:
 def _suit_cpu(module: Any) -> None:
     """Has mlx compute in the ways that are fastest on this CPU."""
     from draftwire.blocks import lay_out
+    from draftwire.lean import slim
     from draftwire.vector_exp import teach
 
     if multiplies_small():
         lay_out(module)
     teach(module)
+    slim(module)
 
 
 def _first_line(error: Exception) -> str:
