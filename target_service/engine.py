@@ -186,7 +186,9 @@ class Engine:
         """Puts an empty cache into the place of one that is not intact."""
         old = self._slots[slot]
         self._compute.submit(lambda: self._drop(old))
-        self._slots[slot] = await self._compute.run(lambda: self._empty(old.choosing))
+        new = await self._compute.run(lambda: self._empty(old.choosing))
+        new.positions = old.positions
+        self._slots[slot] = new
 
     def close(self, slot: int) -> None:
         """Frees a sequence. Idempotent. Arrays are dropped where they were made."""

@@ -21,6 +21,7 @@ from draftwire.testing_models import TINY_END_IDS, save_tiny_model
 from target_service.batch_engine import BatchEngine
 from target_service.core import Target
 from target_service.drafts import DraftSource, Lost, NoDrafts
+from target_service.engine import CacheLost
 from target_service.params import Choosing, Generation, Penalties
 from target_service.sequence import Sequence as Request
 from target_service.window import Choice, Window
@@ -112,7 +113,13 @@ class Company:
     ) -> list[Choice]:
         """The engine's, with a look at a cache now and then."""
         if self.dice.random() < 0.15:
+            engine = self.target.engine
+            before = [engine._slots[window.slot] for window in windows]
             await self._check_cache(self.dice.choice(windows))
+            # Another forward of this tick may have failed meanwhile, and all begun anew: the engine, asked at once, would have
+            # found what is gone now.
+            if any(one.lost or engine._slots[own.slot] is not one for own, one in zip(windows, before, strict=True)):
+                raise CacheLost("while the test looked at a cache")
         choices = await self._forward(windows, chunks)
         self.ticks += 1
         self.widest = max(self.widest, len(windows))
@@ -167,7 +174,10 @@ class Company:
         engine = self.target.engine
         sequence = next(one for one in self._requests.values() if one.slot == window.slot)
         ids = sequence.ledger.ids[:-1]
+        slot = engine._slots[window.slot]
         cache = await engine.cached_rows(window.slot)
+        if slot.lost:
+            return
         assert cache.length == len(ids)
         if ids:
             await engine._compute.run(lambda: _compare(engine._model, cache.layers, ids))
