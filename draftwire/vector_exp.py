@@ -10,6 +10,7 @@ Importing this module imports mlx. Everything here runs on the compute thread.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -159,7 +160,10 @@ def teach(model: Any) -> int:
     0 where mlx has a fast exponential (GPUs, macOS), where the result would be wrong or where nothing can be compiled. Other
     models of the process, of the same classes too, stay as they are. Tensors that are not float32 take mlx's way.
     """
-    if mx.default_device() != mx.Device(mx.cpu) or sys.platform == "darwin" or not _works():
+    if mx.default_device() != mx.Device(mx.cpu) or sys.platform == "darwin":
+        return 0
+    # Without a compiler mlx runs each addition on its own, and its own exponential is faster.
+    if shutil.which("g++") is None or not _works():
         return 0
     taught = 0
     for module in model.modules():
