@@ -57,11 +57,12 @@ def load_model(
     if dtype == "float32" or (dtype == "auto" and _computes_on_cpu()):
         module = _as_float32(module, utils)
     _evaluate_by_layer(module)
-    if _computes_on_cpu():
-        _suit_cpu(module)
-    return describe(
+    loaded = describe(
         module, config, model_id=model_id, revision=found_revision, path=path, context_length=context_length
     )
+    if _computes_on_cpu():
+        _suit_cpu(module)
+    return loaded
 
 
 def _locate(model: str, cache_dir: Path | None, revision: str | None) -> tuple[Path, str, str | None]:
