@@ -75,32 +75,29 @@ def multiply(x: mx.array, blocks: mx.array, outputs: int) -> mx.array:
     return out.reshape(*x.shape[:-1], outputs)
 
 
-class BlockedLinear(_layers.Linear):  # type: ignore[misc]
-    """A Linear in blocks; `lay_out` makes them."""
+class _Blocked:
+    """What a layer in blocks has."""
 
     blocks: mx.array
+    """As `block` makes them."""
     outputs: int
 
     @property
     def weight(self) -> mx.array:
-        """The matrix (outputs, inputs), put together anew."""
+        """The matrix, or the table of ids, (outputs, inputs), put together anew."""
         return unblock(self.blocks, self.outputs)
+
+
+class BlockedLinear(_Blocked, _layers.Linear):  # type: ignore[misc]
+    """A Linear in blocks; `lay_out` makes them."""
 
     def __call__(self, x: mx.array) -> mx.array:
         out = multiply(x, self.blocks, self.outputs)
         return out + self["bias"] if "bias" in self else out
 
 
-class BlockedEmbedding(_layers.Embedding):  # type: ignore[misc]
+class BlockedEmbedding(_Blocked, _layers.Embedding):  # type: ignore[misc]
     """An Embedding in blocks, for a model whose head it is."""
-
-    blocks: mx.array
-    outputs: int
-
-    @property
-    def weight(self) -> mx.array:
-        """The table (ids, dim), put together anew."""
-        return unblock(self.blocks, self.outputs)
 
     def __call__(self, ids: mx.array) -> mx.array:
         if self.blocks.ndim == 3:

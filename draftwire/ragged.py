@@ -217,7 +217,8 @@ class RaggedPool:
     def widen(self) -> bool:
         """Makes room for `coming_positions` in half a layer more, so that no forward waits for all of them. Nobody's row moves,
         and the capacity is the larger one once every layer has it. Whether there was anything to do."""
-        capacity = _rounded(self.coming_positions + CAPACITY_STEP)
+        # Its first windows included; more would go beyond what admission has counted.
+        capacity = _rounded(self.coming_positions + _EXTENT_STEP)
         if not self.slots or capacity <= self.capacity:
             return False
         narrow = [layer for layer in self._flat if 0 < layer.positions < capacity]

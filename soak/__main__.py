@@ -118,6 +118,7 @@ class Soak:
     async def _end(self, before: Footprint, watching: asyncio.Task[None]) -> report.Ending:
         at_target, at_drafters = await self._sessions_left()
         after = Footprint.of(self.target.pid)
+        # A channel to a drafter that came back has two sockets for a while; what leaks stays.
         deadline_s = time.monotonic() + REST_S
         while after.fds - before.fds > report.MAX_MORE_FDS and time.monotonic() < deadline_s:
             await asyncio.sleep(0.5)

@@ -19,8 +19,7 @@ MAX_GAP_S = 1.0
 MAX_SLOPE_MIB_PER_MIN = 1.0
 MAX_MORE_THREADS = 4
 """gRPC's own pool grows and shrinks by a few."""
-# A channel to a drafter that came back has two sockets for a while. A leak would have one for each of a thousand requests.
-MAX_MORE_FDS = 8
+MAX_MORE_FDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,10 +60,10 @@ def test_a_pool_widens_layer_by_layer_and_nobody_notices() -> None:
             pool.widen()
             pool.widen()
         check(6 + tick)
-    assert pool.capacity == 5 * CAPACITY_STEP == pool.layers[0].positions
+    assert pool.capacity == 4 * CAPACITY_STEP == pool.layers[0].positions
     arrays = [layer.keys for layer in flat(pool.layers)]
     pool.widen()
-    pool.reserve(2, 1000)
+    pool.reserve(2, 950)
     assert all(layer.keys is array for layer, array in zip(flat(pool.layers), arrays, strict=True))
     check(11)
 
@@ -80,7 +80,7 @@ def test_a_wide_layer_stays_wide_when_slots_are_added() -> None:
             pool.widen()
             pool.widen()
     assert pool.slots > 1
-    assert [layer.positions for layer in flat(pool.layers)] == [4 * CAPACITY_STEP, CAPACITY_STEP]
+    assert [layer.positions for layer in flat(pool.layers)] == [3 * CAPACITY_STEP, CAPACITY_STEP]
 
 
 def test_room_for_a_long_prompt_is_made_while_it_is_read() -> None:
@@ -108,7 +108,7 @@ def test_room_for_a_long_prompt_is_made_while_it_is_read() -> None:
         for step in range(6):
             assert await capacity() == (0 if step == 0 else CAPACITY_STEP)
             await tick(step, {long: [5]})
-        assert await capacity() == 4 * CAPACITY_STEP
+        assert await capacity() == 3 * CAPACITY_STEP
         engine.close(long)
         for step in range(6, 70):
             await tick(step, {})
