@@ -76,10 +76,11 @@ class AsyncGenerateStream:
                 self._call = self._start()
             response: Any = await self._call.read()
         except grpc.RpcError as error:
-            failure = None if self._closed else self._state.failed(error)
-            self._closed = True
-            if failure is not None:
-                raise failure from error
+            ended, self._closed = self._closed or self._state.finished is not None, True
+            if not ended:
+                # Not by way of a variable: this frame, an error in it and its traceback would hold each other, and the
+                # connection, until garbage is collected.
+                raise from_rpc_error(error) from error
             return None
         except asyncio.CancelledError:
             # grpc reports the cancellation of a call like the cancellation of the task that reads it.

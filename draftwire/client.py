@@ -58,11 +58,12 @@ class GenerateStream:
                 self._closed = True
                 self._state.end()
             except grpc.RpcError as error:
-                # Closed by another thread: the reader wanted no more.
-                failure = None if self._closed else self._state.failed(error)
-                self._closed = True
-                if failure is not None:
-                    raise failure from error
+                # Closed by another thread: the reader wanted no more. After the last event nothing can be missing.
+                ended, self._closed = self._closed or self._state.finished is not None, True
+                if not ended:
+                    # Neither a variable with the error nor gRPC's, which is the call, with its traceback: each is a cycle
+                    # with this frame that holds the connection until garbage is collected.
+                    raise from_rpc_error(error) from error.with_traceback(None)
             except BaseException:
                 self.close()
                 raise

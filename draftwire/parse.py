@@ -7,10 +7,9 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TypeVar
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from draftwire.errors import DraftwireError, IncompleteStream, InternalError
+from draftwire.errors import IncompleteStream, InternalError
 from draftwire.events import (
     Activity,
     Chunk,
@@ -35,7 +34,7 @@ from draftwire.events import (
     Usage,
 )
 from draftwire.v1 import target_pb2 as pb
-from draftwire.wire import from_rpc_error, to_seconds
+from draftwire.wire import to_seconds
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -78,10 +77,6 @@ class StreamState:
                 f"the stream ended after {self._next_step} tokens without its last event; send the request again",
                 metadata={"request_id": self.started.request_id} if self.started else None,
             )
-
-    def failed(self, error: grpc.RpcError) -> DraftwireError | None:
-        """What a failed call means; None after the last event, when nothing can be missing any more."""
-        return None if self.finished is not None else from_rpc_error(error)
 
     def completion(self) -> Completion:
         """The whole answer. Raises IncompleteStream before the last event."""

@@ -79,7 +79,14 @@ class Chaos:
                 await drafter.start()
             await self._is(drafter, DrafterState.READY)
 
-    async def _is(self, drafter: Service, state: DrafterState, within_s: float = 20.0) -> None:
+    async def alone(self, drafter: Service) -> None:
+        """Ends all others, until `all_well`, and waits for the target to see it."""
+        for other in self._drafters:
+            if other is not drafter:
+                await other.terminate(END_S)
+                await self._is(other, DrafterState.OPEN_BREAKER, DrafterState.DRAINING)
+
+    async def _is(self, drafter: Service, *states: DrafterState, within_s: float = 20.0) -> None:
         """Waits until the target thinks so of it; a fault where it does not."""
         seen: object = None
         async with AsyncClient(self._target) as client:
@@ -89,10 +96,10 @@ class Chaos:
                     seen = found[drafter.address].state
                 except DraftwireError as error:
                     seen = error
-                if seen is state:
+                if seen in states:
                     return
                 await asyncio.sleep(0.1)
-        self._tally.fault("drafter state", f"{drafter.name} is {seen}, not {state}, after {within_s:g} s")
+        self._tally.fault("drafter state", f"{drafter.name} is {seen}, not {states}, after {within_s:g} s")
 
     async def _pause(self, low_s: float, high_s: float) -> None:
         await asyncio.sleep(self._rng.uniform(low_s, high_s))

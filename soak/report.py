@@ -35,7 +35,7 @@ class Ending:
     drafter_sessions: int
     """Sessions that drafters still hold."""
     drafts_again: bool
-    """Whether a request after all this is drafted for."""
+    """Whether each drafter is right again after all this."""
     exit_status: int
     exit_s: float
     exit_limit_s: float

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -64,6 +67,16 @@ class Sync:
                 return seen, error
         return seen, None
 
+    def left(self, address: str) -> object:
+        """What is left of a stream whose error has been handled; None where nothing is."""
+        with Client(address) as client:
+            stream = client.generate("hi")
+            kept = weakref.ref(stream)
+            with suppress(DraftwireError):
+                stream.collect()
+            del stream
+            return kept()
+
     def read_one(self, address: str, end: Callable[[Any], None]) -> Collected:
         """Reads one event, lets `end` act on the stream, reads the rest."""
         with Client(address) as client, client.generate("hi") as stream:
@@ -96,6 +109,18 @@ class Async:
                 except DraftwireError as error:
                     return seen, error
             return seen, None
+
+        return asyncio.run(run())
+
+    def left(self, address: str) -> object:
+        async def run() -> object:
+            async with AsyncClient(address) as client:
+                stream = client.generate("hi")
+                kept = weakref.ref(stream)
+                with suppress(DraftwireError):
+                    await stream.collect()
+                del stream
+                return kept()
 
         return asyncio.run(run())
 
@@ -169,6 +194,18 @@ def test_a_refused_request_names_its_fields(driver: Sync | Async) -> None:
     assert isinstance(error, InvalidRequest)
     assert list(error.violations) == violations
     assert len(target.requests) == 1
+
+
+@pytest.mark.parametrize("script", [(InvalidRequest("no"),), (*GOOD[:2], InternalError("broke"))])
+def test_a_handled_error_leaves_no_connection_behind(driver: Sync | Async, script: tuple[Any, ...]) -> None:
+    """Stream, call and connection go with the error, not with the next garbage collection."""
+    with serve(ScriptedTarget(script)) as address:
+        gc.collect()
+        gc.disable()
+        try:
+            assert driver.left(address) is None
+        finally:
+            gc.enable()
 
 
 def test_a_request_refused_before_its_first_event_is_tried_again(driver: Sync | Async) -> None:
