@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -203,7 +204,9 @@ class Soak:
                 at_target = info.running + info.queued + sum(found.sessions for found in await client.drafters())
             at_drafters = sum([await _sessions_of(drafter) for drafter in self.drafters])
             if not at_target + at_drafters or time.monotonic() > deadline_s:
-                # Connections of clients that have gone are closed by now.
+                # Connections of clients that have gone are closed then, except those that garbage in here holds: tasks
+                # and the errors in them.
+                gc.collect()
                 await asyncio.sleep(1.0)
                 return at_target, at_drafters
             await asyncio.sleep(0.2)
