@@ -101,11 +101,33 @@ def test_exp2_is_a_power_of_two_to_the_last_bits() -> None:
     assert np.abs(found - 1).max() < 3e-7
 
 
-def test_exp2_of_no_number_is_none_and_the_ends_hold() -> None:
-    found = np.array(exp2(mx.array([math.nan, -math.inf, -1e30, math.inf])))
-    assert np.isnan(found[0])
-    assert found[1] == found[2] == 0
-    assert found[3] == pytest.approx(2.0**127)
+def test_exp2_s_ends_hold() -> None:
+    """What is masked weighs nothing, whatever was added to it."""
+    masked = [-127.0, -128.5, -150.0, -254.9, -255.0, -256.0, -300.0, -1e9, -1e30, -math.inf]
+    found = np.array(exp2(mx.array([*masked, 127.0, 1e30, math.inf])))
+    assert (found[:-3] == 0).all()
+    assert found[-3:] == pytest.approx(2.0**127)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_no_number_shows_in_its_row_and_no_other(value: float) -> None:
+    q, k = draw(2, 4, 4, 16, seed=1), draw(2, 2, 300, 16, seed=2)
+    q[1, 2, 3] = value
+    bad = np.isnan(np.array(attention(q, k, k, None, 0.25, None))).all(-1)
+    assert bad[1, 2, 3]
+    assert bad.sum() == 1
+
+
+def test_swiglu_of_no_number_is_none() -> None:
+    assert np.isnan(np.array(swiglu(mx.array([math.nan]), mx.array([2.0])))).all()
+
+
+@pytest.mark.parametrize("seen", [7, 31, 32, 33, 200, 1001])
+def test_keys_that_nobody_sees_change_no_bit_of_a_sum(seen: int) -> None:
+    """A sequence beside a longer one gives the same weights as alone."""
+    weights = mx.abs(draw(3, seen, seed=1))
+    wider = mx.pad(weights, [(0, 0), (0, 1312 - seen)])
+    assert mx.array_equal(vector_exp._total(weights), vector_exp._total(wider)).item()
 
 
 def test_swiglu_is_as_near_to_the_truth_as_mlx_is() -> None:
