@@ -21,6 +21,9 @@ import mlx.core as mx
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx_lm.models.activations import swiglu as plain_swiglu
 from mlx_lm.models.base import scaled_dot_product_attention as plain_attention
+from mlx_lm.models.cache import KVCache
+
+from draftwire.ragged import RaggedLayer
 
 # 2^f - 1 over f on [0, 1]: least squares of the relative error of 2^f at Chebyshev nodes; it stays below 8.4e-8.
 _POLYNOMIAL: Final = (0.69315136, 0.24016415, 0.05580045, 0.00901669, 0.00186718)
@@ -114,6 +117,8 @@ def attention(  # noqa: PLR0917 -- mlx-lm's signature
     # Of one size: a last one of a few columns would read all keys again for next to nothing.
     parts = 1 if rows > 1 else -(-heads * length * seen // _BLOCK)
     columns = -(-length // parts)
+    # A cache that forgets its first keys has the others elsewhere each time.
+    total = _total if cache is None or isinstance(cache, KVCache | RaggedLayer) else mx.sum
     blocks = []
     for row in range(0, batch, rows):
         own = slice(row, row + rows)
@@ -127,7 +132,10 @@ def attention(  # noqa: PLR0917 -- mlx-lm's signature
             else:
                 last = seen
                 part = None if added is None else added[own if added.shape[0] > 1 else slice(None), :, :, begin:end]
-            lines.append(_attend(queries[own, :, begin:end], keys[own, :, :last], values[own, :, :last], part))
+            scores = _scores(queries[own, :, begin:end], keys[own, :, :last], part)
+            lines.append(
+                _weighed(scores, values[own, :, :last], total).reshape(-1, heads, end - begin, values.shape[3])
+            )
         blocks.append(lines[0] if len(lines) == 1 else mx.concatenate(lines, axis=2))
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
 
@@ -153,17 +161,21 @@ def _added(mask: mx.array | str | None, kv_heads: int, length: int, seen: int) -
     return mx.broadcast_to(added, (*added.shape[:3], length, seen))
 
 
-def _attend(queries: mx.array, keys: mx.array, values: mx.array, added: mx.array | None) -> mx.array:
-    """added: to the scores of as many keys as it has columns, the last ones."""
-    batch, heads, length, dim = queries.shape
+def _scores(queries: mx.array, keys: mx.array, added: mx.array | None) -> mx.array:
+    """(B, KV heads, heads of each x L, S). added: to the scores of as many keys as it has columns, the last ones."""
+    batch, _, length, dim = queries.shape
     kv_heads, seen = keys.shape[1:3]
     # The query heads of a KV head are rows of one product.
     scores = queries.reshape(batch, kv_heads, -1, dim) @ keys.swapaxes(-1, -2)
-    if added is not None:
-        scores = _masked(scores.reshape(batch, kv_heads, -1, length, seen), added).reshape(batch, kv_heads, -1, seen)
+    if added is None:
+        return scores
+    return _masked(scores.reshape(batch, kv_heads, -1, length, seen), added).reshape(batch, kv_heads, -1, seen)
+
+
+def _weighed(scores: mx.array, values: mx.array, total: Callable[..., mx.array]) -> mx.array:
     bits: mx.array = _weight_bits(scores - _greatest(scores))
     weights = bits.view(mx.float32)
-    return ((weights @ values) / _total(weights)).reshape(batch, heads, length, -1)
+    return (weights @ values) / total(weights, axis=-1, keepdims=True)
 
 
 def _masked(scores: mx.array, added: mx.array) -> mx.array:
@@ -190,15 +202,14 @@ def _greatest(x: mx.array) -> mx.array:
     return mx.maximum(found, mx.max(rest, axis=-1, keepdims=True)) if rest.shape[-1] else found
 
 
-def _total(x: mx.array) -> mx.array:
-    """Sum over the last axis, which stays. In the same order for any number of zeros behind: each lane from first to last, then
-    the lanes."""
+def _total(x: mx.array, *, axis: int, keepdims: bool) -> mx.array:
+    """`mx.sum` over the last axis, a third as long: each lane from first to last, then the lanes. In the same order whatever
+    number of zeros comes behind, as keys do that others see; not where zeros come before, as in a cache that rotates."""
     lanes, rest = _lanes(x)
-    total = mx.sum(lanes, axis=-2) if lanes.shape[-2] else None
+    sums = mx.sum(lanes, axis=-2)
     if rest.shape[-1]:
-        rest = mx.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, _LANES - rest.shape[-1])])
-        total = rest if total is None else total + rest
-    return mx.sum(total, axis=-1, keepdims=True)
+        sums = sums + mx.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, _LANES - rest.shape[-1])])
+    return mx.sum(sums, axis=axis, keepdims=keepdims)
 
 
 def teach(model: Any) -> int:
