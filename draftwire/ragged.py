@@ -24,6 +24,9 @@ _MOST_EXACT: Final = 16
 # Keys that a forward looks at come in steps, so that few shapes occur; a multiple of every vector width, so that sums over
 # masked keys fall into the same lanes whatever the number of keys.
 _EXTENT_STEP: Final = 32
+# Positions by which a prompt's own caches grow beside other rows, and of the first layer's and the next layers' first arrays.
+_GROWTH: Final = 512
+_FIRST: Final = 32
 # Forwards that a pool stays too large: copying it costs about as much as one.
 _PATIENCE: Final = 16
 
@@ -96,6 +99,8 @@ class RaggedLayer:
         now = self._pool.forward
         self.keys, self.values = _written(self.keys, keys, now), _written(self.values, values, now)
         self.offset = now.after
+        if self._pool.eager:
+            mx.async_eval(self.keys, self.values)  # type: ignore[no-untyped-call]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -181,6 +186,9 @@ class RaggedPool:
         self.layers: list[Any] = [self._mirror(cache) for cache in prototype]
         """What the model gets as its cache."""
         self._flat: list[RaggedLayer] = list(flat(self.layers))
+        self.eager = False
+        """Whether mlx gets a forward layer by layer while Python builds it, which takes 5 to 9 ms: not where another forward
+        still uses the pool's arrays."""
         self.coming = 0
         """Sequences that there will soon be, those that have a row included: the pool grows once for all of them."""
         self.coming_positions = 0
@@ -221,6 +229,10 @@ class RaggedPool:
         capacity = _rounded(self.coming_positions + _EXTENT_STEP)
         if not self.slots or capacity <= self.capacity:
             return False
+        if self._class_of(self.coming) > self.slots:
+            # While the arrays are small: with the last of them it would copy all that was made.
+            self.reserve(self.coming, self.capacity)
+            return True
         narrow = [layer for layer in self._flat if 0 < layer.positions < capacity]
         if (not narrow or narrow[0].widen(capacity)) and len(narrow) <= 1:
             self.capacity, self._roomy = capacity, 0
@@ -465,6 +477,15 @@ def prefill_caches(prototype: Sequence[Any]) -> list[Any]:
         return KVCache()  # type: ignore[no-untyped-call]
 
     return [own(cache) for cache in prototype]
+
+
+def grow_in_turn(caches: Sequence[Any]) -> None:
+    """Before a chunk of a prompt is read beside rows that wait for it. A layer whose arrays grow is copied: not all of them
+    with the same chunk."""
+    layers = list(flat(caches))
+    for number, cache in enumerate(layers):
+        first = _FIRST + _GROWTH * number // len(layers) // _FIRST * _FIRST
+        cache.step = first if cache.keys is None else _GROWTH
 
 
 def slot_class(rows: int) -> int:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from draftwire.beside import forward_beside
 from draftwire.compute import ComputeThread
 from draftwire.loaded import LoadedModel
-from draftwire.ragged import RaggedPool, flat
+from draftwire.ragged import RaggedPool, flat, grow_in_turn
 from draftwire.rollback import Rollback
 from target_service.batch_choose import Part, PendingBatch
 from target_service.engine import Slot
@@ -130,7 +130,13 @@ class BatchEngine(PooledEngine[RaggedPool]):
             # Padding repeats an id that the model takes anyway: an id of its own might bring a NaN into the row.
             ids[place] = own + own[-1:] * (width - len(own))
             parts.append(Part(place, slot.choosing, window))
-        logits = self._logits_beside(mx.array(ids), reads)
+        # It computes from here on.
+        began_s = time.perf_counter()
+        pool.eager = True
+        try:
+            logits = self._logits_beside(mx.array(ids), reads)
+        finally:
+            pool.eager = False
         for slot, window in work:
             pool.written(seat_of(slot), window.rows)
         slots = [slot for slot, _ in work]
@@ -140,7 +146,7 @@ class BatchEngine(PooledEngine[RaggedPool]):
             choice=None if constrained else PendingBatch(logits, parts, self.near_tie_gap),
             logits=logits if constrained else None,
             places=places,
-            began_s=time.perf_counter(),
+            began_s=began_s,
             last_keys=pool.last_keys(),
         )
         self._hand_over(flight)
@@ -153,6 +159,8 @@ class BatchEngine(PooledEngine[RaggedPool]):
         if not reads:
             return self._model(ids, cache=self._pool.layers)  # type: ignore[no-any-return]
         chunks = [(own, slot.cache.cache.layers) for slot, own in reads]
+        for _, layers in chunks:
+            grow_in_turn(layers)
         logits = forward_beside(self._model, ids, self._pool.layers, chunks)
         for slot, own in reads:
             slot.cache.written(len(own))
