@@ -134,7 +134,8 @@ async def test_smollm2_goes_on_without_its_drafter_and_with_it_again_and_ends_wi
     None
 ):
     """One start of a model that takes long to load, for three claims."""
-    request: dict[str, Any] = {"max_tokens": 96, "ignore_eos": True}
+    # Long enough for another draft service to start meanwhile.
+    request: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
     prompt = "List the numbers from one to forty in words, separated by commas: one, two, three, four,"
     async with program("draft_service") as first:
         await first.until("state", state="serving")
