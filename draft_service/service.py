@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -23,6 +24,8 @@ from draftwire.sampling import SAMPLER_VERSION
 from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, invalid, to_duration
 
+_CANCELLATION_S = 0.003
+"""In which a cancellation arrives behind the end of its stream. Opening a session is nobody's wait: decoding goes on."""
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 NEW_WORK = frozenset({"Prefill"})
 """Methods that begin something, refused while draining."""
@@ -94,6 +97,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         owner, rounds = owner_of(context), self._ready
         with self._counted():
             opening, history = await self._read_prefill(owner, request_iterator)
+            # grpc.aio ends the iteration of a stream that its client has cancelled as if it were whole, and cancels this call
+            # with one of the next events that it reads.
+            await asyncio.sleep(_CANCELLATION_S)
             if self._log_prompts:
                 _log.info("prompt", session_id=opening.session_id, **beginning("", history.since(0)))
             outcome = await rounds.prefill(
