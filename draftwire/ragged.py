@@ -224,7 +224,8 @@ class RaggedPool:
 
     def widen(self) -> bool:
         """Makes room for `coming_positions` in half a layer more, so that no forward waits for all of them. Nobody's row moves,
-        and the capacity is the larger one once every layer has it. Whether there was anything to do."""
+        and the capacity is the larger one once every layer has it. Slots for who is coming are made first. Whether there was
+        anything to do."""
         # Its first windows included; more would go beyond what admission has counted.
         capacity = _rounded(self.coming_positions + _EXTENT_STEP)
         if not self.slots or capacity <= self.capacity:

@@ -173,12 +173,14 @@ def _scores(queries: mx.array, keys: mx.array, added: mx.array | None) -> mx.arr
 
 
 def _weighed(scores: mx.array, values: mx.array, total: Callable[..., mx.array]) -> mx.array:
+    """softmax(scores) values with 2^x: (B, KV heads, heads of each x L, values' dim). total: `mx.sum`, or one like it."""
     bits: mx.array = _weight_bits(scores - _greatest(scores))
     weights = bits.view(mx.float32)
     return (weights @ values) / total(weights, axis=-1, keepdims=True)
 
 
 def _masked(scores: mx.array, added: mx.array) -> mx.array:
+    """Adds to the last columns of scores (..., L, S), as many as `added` has."""
     first = scores.shape[-1] - added.shape[-1]
     if first == 0:
         return scores + added
