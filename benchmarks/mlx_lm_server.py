@@ -16,6 +16,7 @@ from client.services import free_port
 
 _HOST = "127.0.0.1"
 _READY_S = 180.0
+_MOST_RESETS = 20
 
 
 class MlxLmServer:
@@ -63,11 +64,9 @@ class MlxLmServer:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=600)
         began_s = time.perf_counter()
         text, arrivals_s, tokens, prompt_tokens = "", [], 0, 0
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
+        connection, response = self._asked(json.dumps(body))
         if response.status != http.HTTPStatus.OK:
             raise RuntimeError(f"mlx_lm.server answers {response.status}: {response.read()[:200]!r}")
         for line in response:
@@ -81,6 +80,21 @@ class MlxLmServer:
                 text += event["choices"][0]["delta"]["content"]
         connection.close()
         return Reading(text=text, tokens=tokens, prompt_tokens=prompt_tokens, arrivals_s=tuple(arrivals_s))
+
+    def _asked(self, body: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Its socket keeps few connections waiting and resets the others: who is reset asks again, as its clients would, and
+        the time counts."""
+        resets = 0
+        while True:
+            connection = http.client.HTTPConnection(_HOST, self._port, timeout=600)
+            try:
+                connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+                return connection, connection.getresponse()
+            except ConnectionResetError:
+                connection.close()
+                resets += 1
+                if resets == _MOST_RESETS:
+                    raise
 
 
 def main() -> None:
