@@ -113,31 +113,57 @@ def attention(  # noqa: PLR0917 -- mlx-lm's signature
     added = _added(mask, keys.shape[1], length, seen)
     # log2 of e in the scale, so that softmax is made of 2^x.
     queries = queries * (scale * _LOG2_E)
-    rows = max(1, _BLOCK // (heads * length * seen))
-    # Of one size: a last one of a few columns would read all keys again for next to nothing.
-    parts = 1 if rows > 1 else -(-heads * length * seen // _BLOCK)
-    columns = -(-length // parts)
     # A cache that forgets its first keys has the others elsewhere each time.
     total = _total if cache is None or isinstance(cache, KVCache | RaggedLayer) else mx.sum
+    rows, kv_heads, columns = _block(batch, keys.shape[1], heads // keys.shape[1] * length * seen, length)
+    group = heads // keys.shape[1]
     blocks = []
     for row in range(0, batch, rows):
         own = slice(row, row + rows)
-        lines = []
-        for begin in range(0, length, columns):
-            end = min(begin + columns, length)
-            if isinstance(mask, str):
-                # Nobody in this block sees further than its last position, and all see as far as its first.
-                last = seen - length + end
-                part = _triangle(begin - end + last, last) if end - begin > 1 else None
-            else:
-                last = seen
-                part = None if added is None else added[own if added.shape[0] > 1 else slice(None), :, :, begin:end]
-            scores = _scores(queries[own, :, begin:end], keys[own, :, :last], part)
-            lines.append(
-                _weighed(scores, values[own, :, :last], total).reshape(-1, heads, end - begin, values.shape[3])
-            )
-        blocks.append(lines[0] if len(lines) == 1 else mx.concatenate(lines, axis=2))
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
+        bands = []
+        for head in range(0, keys.shape[1], kv_heads):
+            its = slice(head, head + kv_heads)
+            lines = []
+            for begin in range(0, length, columns):
+                end = min(begin + columns, length)
+                if isinstance(mask, str):
+                    # Nobody in this block sees further than its last position, and all see as far as its first.
+                    last = seen - length + end
+                    part = _triangle(begin - end + last, last) if end - begin > 1 else None
+                else:
+                    last = seen
+                    part = None if added is None else _of(added, own, its)[..., begin:end, :]
+                some = queries[own, head * group : (head + kv_heads) * group, begin:end]
+                out = _weighed(_scores(some, keys[own, its, :last], part), values[own, its, :last], total)
+                lines.append(out.reshape(-1, some.shape[1], end - begin, values.shape[3]))
+            bands.append(_joined(lines, 2))
+        blocks.append(_joined(bands, 1))
+    return _joined(blocks, 0)
+
+
+def _block(batch: int, kv_heads: int, scores: int, length: int) -> tuple[int, int, int]:
+    """Batch rows, KV heads and queries of a block of at most `_BLOCK` scores, where one query has no more.
+
+    scores: of a KV head.
+
+    Heads are split before queries are: keys and values are read once for all queries of a block. Blocks are of one size: a
+    last one of a few queries would read all keys again for next to nothing.
+    """
+    if kv_heads * scores <= _BLOCK:
+        return max(1, _BLOCK // (kv_heads * scores)), kv_heads, length
+    if scores <= _BLOCK:
+        parts = -(-kv_heads // (_BLOCK // scores))
+        return 1, -(-kv_heads // parts), length
+    return 1, 1, -(-length // -(-scores // _BLOCK))
+
+
+def _of(added: mx.array, rows: slice, heads: slice) -> mx.array:
+    """Of (B, KV heads, ...), of which either may be 1 for all."""
+    return added[rows if added.shape[0] > 1 else slice(None), heads if added.shape[1] > 1 else slice(None)]
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 def _triangle(first: int, last: int) -> mx.array:

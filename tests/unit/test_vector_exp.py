@@ -21,6 +21,7 @@ SHAPES = {
     "windows": (8, 9, 3, 4, 288, 64, 64),
     "a chunk": (1, 9, 3, 64, 300, 64, 64),
     "blocks of rows": (1, 9, 3, 256, 700, 64, 64),
+    "blocks of heads": (1, 9, 3, 40, 2000, 24, 16),
     "blocks of sequences": (40, 4, 2, 2, 2000, 24, 16),
     "blocks of one": (2, 4, 4, 40, 2000, 24, 16),
     "as many keys as rows": (1, 4, 4, 300, 300, 24, 16),
@@ -76,6 +77,27 @@ def test_attention_is_as_near_to_the_truth_as_mlx_is(shape: str, mask: str) -> N
         for call in (attention, plain_attention)
     )
     assert ours <= max(3 * mlx, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "scores", "length", "expected"),
+    [
+        (8, 3, 3 * 500, 1, (8, 3, 1)),  # decoding: all at once
+        (400, 3, 3 * 500, 1, (116, 3, 1)),
+        (1, 3, 3 * 8 * 4000, 8, (1, 3, 8)),
+        (1, 3, 3 * 16 * 4000, 16, (1, 2, 16)),  # two heads, then one
+        (1, 32, 40 * 4000, 40, (1, 3, 40)),  # 11 blocks, the last of two heads
+        (1, 3, 3 * 512 * 4000, 512, (1, 1, 43)),  # 12 blocks a head
+        (1, 1, 10**9, 4, (1, 1, 1)),
+    ],
+)
+def test_heads_are_split_before_queries_are(
+    batch: int, kv_heads: int, scores: int, length: int, expected: tuple[int, int, int]
+) -> None:
+    """Keys and values are read once for all queries of a block; no block has more scores than fit, where one query has not."""
+    rows, heads, columns = vector_exp._block(batch, kv_heads, scores, length)
+    assert (min(rows, batch), heads, columns) == expected
+    assert rows * heads * scores // length * columns <= vector_exp._BLOCK or (rows, heads, columns) == (1, 1, 1)
 
 
 def test_what_is_masked_leaves_no_trace() -> None:
