@@ -9,7 +9,7 @@ Importing this module imports mlx. Everything here runs on the compute thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ class Angles:
 
     def __init__(self) -> None:
         self._found: list[tuple[tuple[Any, ...], Any, tuple[mx.array, mx.array]]] = []
+        self._joined: tuple[list[tuple[mx.array, mx.array]], tuple[mx.array, mx.array]] | None = None
 
     def of(self, rope: Any, offset: Any, length: int) -> tuple[mx.array, mx.array]:
         """(length, dims), or (B, 1, length, dims) for an offset a row: cosines, and sines of which the first half is negative.
@@ -41,6 +42,20 @@ class Angles:
         # The array is held, else another might come to lie at its place.
         self._found = [(key, array, angles), *self._found[: _REMEMBERED - 1]]
         return angles
+
+    def joined(self, rope: Any, segments: Sequence[tuple[Any, int]]) -> tuple[mx.array, mx.array]:
+        """(positions, dims), one behind the other: of segments that each have an offset, and a length."""
+        parts = [self.of(rope, offset, length) for offset, length in segments]
+        if (
+            self._joined is None
+            or len(parts) != len(self._joined[0])
+            or any(one is not known for one, known in zip(parts, self._joined[0], strict=True))
+        ):
+            cosines, sines = (
+                mx.concatenate([part[which].reshape(-1, rope.dims) for part in parts]) for which in (0, 1)
+            )
+            self._joined = parts, (cosines, sines)
+        return self._joined[1]
 
 
 def _angles(rope: Any, offset: Any, length: int) -> tuple[mx.array, mx.array]:
@@ -60,11 +75,18 @@ class LeanRoPE(_layers.RoPE):  # type: ignore[misc]
     angles: Angles
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        if self.traditional or x.dtype != mx.float32 or x.ndim != 4:
+        if not self.turns(x):
             plain: mx.array = super().__call__(x, offset)
             return plain
+        return self.turn(x, *self.angles.of(self, offset, x.shape[2]))
+
+    def turns(self, x: mx.array) -> bool:
+        """Whether `turn` knows how."""
+        return not self.traditional and x.dtype == mx.float32 and x.ndim == 4
+
+    def turn(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        """x: (B, heads, length, dim)."""
         dims, half = self.dims, self.dims // 2
-        cosines, sines = self.angles.of(self, offset, x.shape[2])
         whole = dims == x.shape[-1]
         turned = mx.concatenate([x[..., half:dims], x[..., :half]], axis=-1)
         out = (x if whole else x[..., :dims]) * cosines + turned * sines

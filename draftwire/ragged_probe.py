@@ -49,8 +49,16 @@ def learn_beside(loaded: LoadedModel) -> str:
 
     Runs on the compute thread.
     """
+    reasons = [_learn(loaded, once=True)]
+    if reasons[0]:
+        # Latent attention, for one, has products of its own between projections and attention.
+        reasons.append(_learn(loaded, once=False))
+    return reasons[-1]
+
+
+def _learn(loaded: LoadedModel, *, once: bool) -> str:
     try:
-        untaught = teach(loaded.model)
+        untaught = teach(loaded.model, once=once)
     except ValueError as error:
         return str(error)
     try:
@@ -102,9 +110,9 @@ def _difference(model: Any, width: int) -> float:
 
 
 def _difference_beside(model: Any, width: int) -> float:
-    """As `_difference`: of windows beside two prompts' second chunks, and of what those prompts then say."""
-    texts = [_ids(number, length, width) for number, length in enumerate((*_LENGTHS, *_LENGTHS))]
-    ends = [_ids(number + 4, length, width) for number, length in enumerate((2, 2, *_AFTER))]
+    """As `_difference`: of windows in a pool and beside it, beside two prompts' second chunks, and of what those then say."""
+    texts = [_ids(number, length, width) for number, length in enumerate((*_LENGTHS, 17, *_LENGTHS))]
+    ends = [_ids(number + 5, length, width) for number, length in enumerate((2, 2, 2, *_AFTER))]
     alone, own, errors = [], [], []
     for text, end in zip(texts, ends, strict=True):
         caches = make_prompt_cache(model)
@@ -114,13 +122,14 @@ def _difference_beside(model: Any, width: int) -> float:
         own.append(prefill_caches(make_prompt_cache(model)))
         model(mx.array([text]), cache=own[-1])
     pool = RaggedPool(make_prompt_cache(model))
-    rows = [pool.join(caches, len(text)) for caches, text in zip(own[:2], texts[:2], strict=True)]
+    for caches, text in zip(own[:2], texts[:2], strict=True):
+        pool.join(caches, len(text))
     pool.begin(2)
-    chunks = [(end, caches) for end, caches in zip(ends[2:], own[2:], strict=True)]
-    logits = forward_beside(model, mx.array(ends[:2]), pool.layers, chunks)
-    for row, expected in zip(rows, alone[:2], strict=True):
-        errors.append(_distance(logits[row.index], expected[:2]))
-    for (end, caches), expected in zip(chunks, alone[2:], strict=True):
+    chunks = [(end, caches) for end, caches in zip(ends[3:], own[3:], strict=True)]
+    logits = forward_beside(model, mx.array(ends[:3]), [(2, pool.layers), (1, own[2])], chunks)
+    for found, expected in zip(logits, alone[:3], strict=True):
+        errors.append(_distance(found, expected[:2]))
+    for (end, caches), expected in zip(chunks, alone[3:], strict=True):
         errors.append(_distance(model(mx.array([end]), cache=caches)[0], expected[len(end) :]))
     largest = max(cast("list[float]", mx.stack(errors).tolist()))
     pool.clear()

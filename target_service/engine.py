@@ -5,8 +5,9 @@ The event loop calls the public methods; methods with a leading underscore run o
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from draftwire.caches import NO_LIMIT, KvQuantisation, SequenceCache, arrays_of,
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
+from draftwire.own_row import OwnRow
 from draftwire.ragged import PoolRow
 from draftwire.rollback import Rollback, rollback_of
 from draftwire.tiles import Tile
@@ -47,10 +49,14 @@ class Slot:
     know pending, its logits."""
     row: PoolRow | None = None
     """Its row of a pool that many sequences share; the cache is then empty."""
+    own: OwnRow | None = None
+    """Where it shares forwards but lies in its own cache, beside the pool."""
     lost: bool = False
     """Whether a forward failed that may have left anything in the cache."""
     positions: int = 0
     """Positions that its prompt will have, where that is known."""
+    most: int = 0
+    """Positions that it may come to have, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,6 @@ class Engine:
         """Whether prompts can be read in the forward of other sequences' windows."""
         self.beside_costs: dict[int, float] = {}
         """Tokens -> seconds that a prompt's first chunk adds to such a forward, from warm-up."""
-        self.made_room_s = 0.0
-        """Seconds that the last forward has taken for room that a prompt will need, besides computing."""
         self.kv_bytes_per_token: int | None = None
         """Measured where the cache is quantised, else what the model says holds."""
         self.layout: Layout | None = None
@@ -123,12 +127,15 @@ class Engine:
         """Looks at the caches, warms up, and measures a forward of each number of rows. Returns rows -> seconds."""
         return await self._compute.run(lambda: self._prepare(rows))
 
-    async def open(self, choosing: Choosing, *, positions: int = 0) -> int:
-        """Makes an empty cache and returns its slot. positions: what its prompt will have, where that is known."""
+    async def open(self, choosing: Choosing, *, positions: int = 0, most: int = 0) -> int:
+        """Makes an empty cache and returns its slot.
+
+        positions, most: what its prompt will have, and it at its end, where that is known.
+        """
         number = self._next_slot
         self._next_slot += 1
         self._slots[number] = await self._compute.run(lambda: self._empty(choosing))
-        self._slots[number].positions = positions
+        self._slots[number].positions, self._slots[number].most = positions, most
         return number
 
     async def prefill(self, slot: int, ids: Sequence[int]) -> None:
@@ -157,17 +164,28 @@ class Engine:
         target = self._slots[slot]
         return self._compute.submit(lambda: self._take(target, begin, length, block, state))
 
-    async def forward(
+    def forward(
         self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]] | None = None
-    ) -> list[Choice]:
-        """Runs a tick: every window's rows, processed, chosen and read back.
+    ) -> Awaitable[list[Choice]]:
+        """Runs a tick: every window's rows, processed, chosen and read back. It is queued before this returns, chunks aside.
 
         chunks: slot -> ids of prompts to append to caches, in the same forward where the engine `reads_beside`.
         """
         if chunks:
-            await self.prefill_together(chunks)
-        work = self._to_run(windows)
-        return await self._compute.run(lambda: self._forward(work))
+            return self._read_and_forward(windows, chunks)
+        try:
+            work = self._to_run(windows)
+            return self._queued(lambda: self._forward(work))
+        except Exception as error:
+            return raising(error)
+
+    def _queued(self, job: Callable[[], list[Choice]]) -> Awaitable[list[Choice]]:
+        # At once: a coroutine would wait until the event loop has served whoever was woken before.
+        return asyncio.wrap_future(self._compute.submit(job))
+
+    async def _read_and_forward(self, windows: Sequence[Window], chunks: Mapping[int, Sequence[int]]) -> list[Choice]:
+        await self.prefill_together(chunks)
+        return await self.forward(windows)
 
     def _to_run(self, windows: Sequence[Window]) -> list[tuple[Slot, Window]]:
         for window in windows:
@@ -187,7 +205,7 @@ class Engine:
         old = self._slots[slot]
         self._compute.submit(lambda: self._drop(old))
         new = await self._compute.run(lambda: self._empty(old.choosing))
-        new.positions = old.positions
+        new.positions, new.most = old.positions, old.most
         self._slots[slot] = new
 
     def close(self, slot: int) -> None:
@@ -408,3 +426,8 @@ class Engine:
             table[tokens] = time.perf_counter() - began_s
             self._drop(slot)
         return table
+
+
+async def raising(error: Exception) -> list[Choice]:
+    """Raises it where it is awaited."""
+    raise error

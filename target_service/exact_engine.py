@@ -24,7 +24,7 @@ from draftwire.tiles import PackedTile, Tile, TileRow, extent_class
 from target_service.batch_choose import Part, PendingBatch
 from target_service.engine import Slot
 from target_service.params import Choosing
-from target_service.pooled_engine import Flight, PooledEngine, Work, seat_of
+from target_service.pooled_engine import Flight, PooledEngine, Undo, Work, seat_of
 from target_service.prefix.transfer import layout_of
 from target_service.window import Choice, Window
 
@@ -158,7 +158,7 @@ class ExactEngine(PooledEngine[RowPool]):
         tiles = self._packed(after)
         if len(tiles) != 1 or tiles[0].extent > pool.capacity:
             return
-        undo = pool.checkpoint()
+        undo = Undo(pool.checkpoint())
         parts_of = {id(slot): number for number, slot in enumerate(flight.slots)}
         order = [parts_of[id(after[row.owner][0])] for row in tiles[0].rows]
         order += order[-1:] * (self._tile.rows - len(order))

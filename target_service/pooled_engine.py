@@ -1,4 +1,4 @@
-"""What engines have in common whose sequences share a pool: places in it, and the forward that is begun ahead.
+"""What engines have in common whose sequences share a pool: places in it or beside it, and the forward that is begun ahead.
 
 Methods with a leading underscore run on the compute thread.
 """
@@ -18,6 +18,7 @@ from draftwire.caches import SequenceCache
 from draftwire.compute import ComputeThread
 from draftwire.errors import InternalError
 from draftwire.loaded import LoadedModel
+from draftwire.own_row import Arrays, restore
 from draftwire.ragged import PoolRow, RaggedPool, prefill_caches
 from target_service.batch_choose import PendingBatch
 from target_service.choose import Chosen
@@ -27,6 +28,15 @@ from target_service.window import Choice, Window
 
 P = TypeVar("P", bound=RaggedPool)
 Work = Sequence[tuple[Slot, Window]]
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """The arrays before a forward that was begun ahead. While it lives, that forward must not be evaluated."""
+
+    pool: list[tuple[mx.array | None, mx.array | None]]
+    own: dict[int, Arrays] = field(default_factory=dict)
+    """By id of the slot: of those beside the pool."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,11 +49,13 @@ class Flight:
     """Where a constraint's choice is built while they compute, or later, when the ids before them are known."""
     places: list[int] = field(default_factory=list)
     """Rows of the pool that it covers, free ones between the slots' included: one a row of the model's input."""
+    beside: list[Slot] = field(default_factory=list)
+    """Those beside the pool: a row each, behind the pool's."""
     began_s: float
     last_keys: mx.array | None
     """The last layer's keys after it: once they are there, hardly any array of the pool is in use."""
-    undo: list[Any] | None = None
-    """For a forward begun ahead and not yet handed to mlx: the pool's arrays before it."""
+    undo: Undo | None = None
+    """For a forward begun ahead and not yet handed to mlx."""
     numbers: frozenset[int] = frozenset()
     """For a forward begun ahead: the slots as the event loop knows them; none for one that is only prepared."""
 
@@ -95,13 +107,21 @@ class PooledEngine(Engine, Generic[P]):
             return None
         known = {id(slot) for slot in ahead.slots}
         for slot, window in work:
-            if window.drafts or id(slot) not in known or slot.row is None or slot.keep != slot.row.length:
+            seat = slot.row or slot.own
+            if window.drafts or id(slot) not in known or seat is None or slot.keep != seat.length:
                 return None
         self._dispatch(ahead)
         self._ahead = None
-        for slot, _ in work:
-            self._pool.written(seat_of(slot), 1)
+        self._booked(work)
         return ahead
+
+    def _booked(self, work: Work) -> None:
+        """Books the windows that a forward has written."""
+        for slot, window in work:
+            if slot.own is not None:
+                slot.own.written(window.rows)
+            else:
+                self._pool.written(seat_of(slot), window.rows)
 
     def _read(self, flight: Flight) -> list[Chosen | InternalError]:
         """The choices of a forward. The next one is handed over before: when this one is nearly through, since until then mlx
@@ -135,7 +155,9 @@ class PooledEngine(Engine, Generic[P]):
         """Forgets the forward begun ahead. If mlx has it already, it only wrote past the lengths."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.undo is not None:
-            self._pool.restore(ahead.undo)
+            self._pool.restore(ahead.undo.pool)
+            for arrays in ahead.undo.own.values():
+                restore(arrays)
 
     def _choices(self, work: Work, flight: Flight, chosen: Sequence[Chosen | InternalError]) -> list[Choice]:
         """In the order of the windows: some of the flight's slots may have left."""
@@ -147,6 +169,10 @@ class PooledEngine(Engine, Generic[P]):
         return [_as_choice(by_slot[id(slot)], forward_s, now_s) for slot, _ in work]
 
     def _copy(self, slot: Slot) -> SequenceCache:
+        if slot.own is not None:
+            self._drop_ahead()
+            slot.own.truncate(slot.keep)
+            slot.own.begin()
         if slot.row is None:
             return slot.cache.cache
         self._drop_ahead()
@@ -157,19 +183,25 @@ class PooledEngine(Engine, Generic[P]):
         return copy
 
     def _standing_rows(self, slot: Slot, length: int, state: bool) -> list[Any] | None:
+        # A forward begun ahead and not yet handed to mlx: its arrays would compute it, and copy the pool.
+        undo = self._ahead.undo if self._ahead is not None else None
         if slot.row is None:
+            before = undo.own.get(id(slot)) if undo is not None else None
+            if before is not None and slot.cache.cache.length >= length:
+                return [array for _, *pair in before for array in pair]
             # Lost in a failed forward, its own layers are empty.
             return super()._standing_rows(slot, length, state) if slot.cache.cache.layers else None
         if slot.row.length < length:
             return None
-        # A forward begun ahead and not yet handed to mlx: its arrays would compute it, and copy the pool.
-        undo = self._ahead.undo if self._ahead is not None else None
-        arrays = [array for pair in undo or self._pool.checkpoint() for array in pair]
+        arrays = [array for pair in (undo.pool if undo is not None else self._pool.checkpoint()) for array in pair]
         index = slot.row.index
         return [array[index : index + 1] for array in arrays if array is not None]
 
     def _drop(self, slot: Slot) -> None:
         super()._drop(slot)
+        if slot.own is not None:
+            slot.own = None
+            self._seated.remove(slot)
         if slot.row is None:
             return
         if len(self._pool.rows) == 1:
@@ -183,7 +215,9 @@ class PooledEngine(Engine, Generic[P]):
         self._ahead = None
         self._pool.clear()
         for slot in self._seated:
-            slot.row, slot.lost = None, True
+            if slot.own is not None:
+                slot.cache.cache.layers.clear()
+            slot.row, slot.own, slot.lost = None, None, True
         self._seated.clear()
 
     def _unload(self) -> None:

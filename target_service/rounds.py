@@ -12,6 +12,7 @@ from target_service.crowd import Crowd
 from target_service.engine import Engine
 from target_service.ledger import Committed
 from target_service.matcher import dead_end
+from target_service.prefill import Pace
 from target_service.recorder import NullRecorder, Recorder
 from target_service.scheduler import Scheduler, slot_of
 from target_service.sequence import Sequence
@@ -34,6 +35,7 @@ class DeadEnd(Exception):
 async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorder: Recorder | None = None) -> None:
     """Runs until the scheduler is closed. Whatever fails ends the requests that it concerns, nothing else."""
     recorder = recorder or NullRecorder()
+    pace = Pace()
     traces: list[dict[str, str | int | float | None]] = []
     begun = False
     while ready := await scheduler.tick():
@@ -42,8 +44,9 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorde
         if groups:
             recorder.tick(sum(map(len, groups)))
         # Queued together: the engine does not idle while the first one's tokens are committed.
-        round_s = sum(expected_s(crowd, group) for group in groups)
-        reads = scheduler.beside([sequence for group in groups for sequence, _ in group], round_s)
+        round_s = sum(expected_s(crowd, pace, group) for group in groups)
+        rows = rows_of(groups[0]) if groups else 0
+        reads = scheduler.beside([sequence for group in groups for sequence, _ in group], round_s, rows)
         forwards = [
             asyncio.ensure_future(start(engine, group, {} if number else reads)) for number, group in enumerate(groups)
         ]
@@ -61,10 +64,10 @@ async def run_rounds(scheduler: Scheduler, engine: Engine, crowd: Crowd, recorde
                 continue
             if beside:
                 whole = False
-                scheduler.was_read(beside, choices[0].forward_s - expected_s(crowd, group))
+                scheduler.was_read(beside, choices[0].forward_s - expected_s(crowd, pace, group))
             elif not scheduler.read_between and begun == all(window.ahead for _, window in group):
                 # Where forwards begin or cease to be begun ahead, the clock shows two of them, or next to none.
-                observe(crowd, group, choices)
+                observe(crowd, pace, group, choices)
             computed_s += choices[0].forward_s
             steps = sum(sequence.ledger.step for sequence, _ in group)
             booked = commit_group(scheduler, engine, group, choices)
@@ -121,12 +124,18 @@ def start(engine: Engine, group: Group, reads: Mapping[Sequence, int]) -> Awaita
     return engine.forward([window for _, window in group], chunks)
 
 
-def expected_s(crowd: Crowd, group: Group) -> float:
+def rows_of(group: Group) -> int:
+    """Rows of a forward of these windows."""
+    return len(group) * max(window.rows for _, window in group)
+
+
+def expected_s(crowd: Crowd, pace: Pace, group: Group) -> float:
     """Seconds of a forward of these windows alone."""
-    return crowd.costs.batch_s(len(group), max(window.rows for _, window in group))
+    width = max(window.rows for _, window in group)
+    return pace.usual_s(_who(group)) or crowd.costs.batch_s(len(group), width)
 
 
-def observe(crowd: Crowd, group: Group, choices: list[Choice]) -> None:
+def observe(crowd: Crowd, pace: Pace, group: Group, choices: list[Choice]) -> None:
     """Follows what the forward cost, where that says something of its shape."""
     windows = [window for _, window in group]
     if any(choice.error is not None for choice in choices) or (len(group) > 1 and not crowd.costs.shared):
@@ -136,6 +145,11 @@ def observe(crowd: Crowd, group: Group, choices: list[Choice]) -> None:
     if drafted or not any(choice.replayed for choice in choices):
         rows = max(window.rows for window in windows)
         crowd.costs.observe(rows, choices[0].forward_s, sequences=len(group))
+        pace.observe(_who(group), choices[0].forward_s)
+
+
+def _who(group: Group) -> tuple[int, ...]:
+    return (max(window.rows for _, window in group), *(window.slot for _, window in group))
 
 
 def commit_group(scheduler: Scheduler, engine: Engine, group: Group, choices: list[Choice]) -> list[Booked]:

@@ -175,22 +175,23 @@ class Scheduler:
                 await self._wake.wait()
         return []
 
-    def beside(self, ready: list[Sequence], round_s: float) -> dict[Sequence, int]:
-        """What the forward of `ready` reads of the prompts beside their windows: sequence -> rows. round_s: its own time."""
+    def beside(self, ready: list[Sequence], round_s: float, round_rows: int) -> dict[Sequence, int]:
+        """What the forward of `ready` reads of the prompts beside their windows: sequence -> rows.
+
+        round_s, round_rows: what the round takes and what the forward has without them.
+        """
         engine = self._engine
         if not engine.reads_beside or any(one.suspect or one.slot in engine.begun for one in ready):
             return {}
         waiting = [one for one in self._running if one.readable and not one.suspect]
         if waiting:
             self._budget.gap(round_s, self._crowding)
-            # The next will take about as long to make room as the last.
-            self._budget.spent(engine.made_room_s)
         chunks: dict[Sequence, int] = {}
         while waiting:
             turn = whose_turn([Waiting(one.generation.priority, one.unread) for one in waiting], self._turn)
             one = waiting.pop(turn)
             rest = self._rest(one)
-            rows = self._budget.chunk(rest, one.prefilled)
+            rows = self._budget.chunk(rest, one.prefilled, round_rows + sum(chunks.values()))
             if rows:
                 self._turn += 1
                 self._budget.planned(rows, one.prefilled)
@@ -308,8 +309,10 @@ class Scheduler:
             first = self._take(entry)
             self._running.append(first)
             try:
-                positions = len(first.generation.prompt)
-                first.slot = await self._engine.open(first.generation.choosing, positions=positions)
+                generation = first.generation
+                positions = len(generation.prompt)
+                most = positions + generation.stopping.max_tokens
+                first.slot = await self._engine.open(generation.choosing, positions=positions, most=most)
                 first.admit(first.slot, self._engine.rollback, self.open_source(first))
                 self._begin(first)
             except Exception as error:

@@ -114,10 +114,6 @@ class SimulatedEngine:
         return {n: added_s(n, 0) for n in (4, 16, 64)} if self.reads_beside else {}
 
     @property
-    def made_room_s(self) -> float:
-        return 0.0
-
-    @property
     def batching(self) -> str:
         return "ragged" if self.batch_costs is not None else "one by one"
 
@@ -128,7 +124,7 @@ class SimulatedEngine:
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()
 
-    async def open(self, choosing: Choosing, *, positions: int = 0) -> int:
+    async def open(self, choosing: Choosing, *, positions: int = 0, most: int = 0) -> int:
         slot = next(self._numbers)
         self.caches[slot] = 0
         return slot

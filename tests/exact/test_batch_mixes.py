@@ -145,9 +145,16 @@ async def _one(company: Company, number: int, member: Member, case: Case) -> Non
         company._ticked.notify_all()
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_any_mix_gives_each_what_it_gets_alone(kind: str, tmp_path: Path) -> None:
-    """1 to 8 sequences, the controller in charge of half of them, and in half of the mixes a forward that fails."""
+def test_any_mix_gives_each_what_it_gets_alone(
+    kind: str, beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 to 8 sequences, the controller in charge of half of them, and in half of the mixes a forward that fails; also where the
+    longer ones stay beside the pool."""
+    if beside:
+        monkeypatch.setattr("target_service.batch_engine._MOST_COPIED", 30)
+        monkeypatch.setattr("draftwire.ragged.CAPACITY_STEP", 16)
     save_tiny_model(tmp_path / kind, kind, 7, context_length=128, sliding_window=32)  # type: ignore[arg-type]
     runner = asyncio.Runner()
     loaded = loaded_target(tmp_path / kind, prefill_step_size=24)

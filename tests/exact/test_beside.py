@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from test_ragged import FAMILIES, VOCAB, alone, make, prompt, thread
 
-from draftwire.beside import teach
+from draftwire.beside import forward_beside, teach
 from draftwire.compute import ComputeThread
-from draftwire.ragged import flat
+from draftwire.ragged import flat, prefill_caches
 from draftwire.ragged_probe import learn_beside
 from target_service.accept import accept
 from target_service.batch_probe import make_engine
@@ -81,7 +82,7 @@ def test_prompts_beside_windows_change_nothing(family: str) -> None:
         loaded = replace(loaded, model=None)
         await engine.prepare((1, 3))
         assert engine.reads_beside
-        assert sorted(engine.beside_costs) == [4, 16, 64]
+        assert sorted(engine.beside_costs) == [8, 24, 56]
         assert await beside(engine, truths) == truths
         await engine.unload()
 
@@ -150,7 +151,7 @@ def test_a_forward_that_fails_loses_the_prompts_beside_it_too(monkeypatch: pytes
         await engine.prefill(decoding, [1, 2])
         window = Window(slot=decoding, pending=3, first_step=0)
 
-        def fails(*_: Any) -> None:
+        def fails(*_: Any, **__: Any) -> None:
             raise RuntimeError("a kernel")
 
         with monkeypatch.context() as patch:
@@ -171,10 +172,35 @@ def test_a_forward_that_fails_loses_the_prompts_beside_it_too(monkeypatch: pytes
         asyncio.run(check(compute))
 
 
+@pytest.mark.parametrize(("family", "calls"), [("llama", 1), ("gemma3", 1), ("cohere2", 1), ("deepseek_v3", 3)])
+def test_attention_s_weights_are_read_once_for_all_segments(
+    family: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention, whose products lie between projections and attention, takes a call a segment."""
+    module_name, extra = FAMILIES[family]
+    loaded = make(module_name, extra)
+    assert learn_beside(loaded) == ""
+    attention = loaded.model.layers[0].self_attn
+    projection = attention.o_proj
+    seen: list[int] = []
+
+    class Counted(type(projection)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> Any:
+            seen.append(x.shape[0] * x.shape[1])
+            return super().__call__(x)
+
+    monkeypatch.setattr(projection, "__class__", Counted)
+    pool, own, chunk = (prefill_caches(make_prompt_cache(loaded.model)) for _ in range(3))
+    logits = forward_beside(loaded.model, mx.array([[1, 2], [3, 4]]), [(1, pool), (1, own)], [([5, 6, 7], chunk)])
+    mx.eval(logits)
+    assert (len(seen), sum(seen)) == (calls, 7)
+    assert logits.shape[:2] == (2, 2)
+
+
 def test_a_model_that_cannot_learn_it_is_left_as_it_was() -> None:
     loaded = make("llama", {})
     kinds = [type(layer.self_attn) for layer in loaded.model.layers]
-    untaught = teach(loaded.model)
+    untaught = teach(loaded.model, once=True)
     assert [type(layer.self_attn) for layer in loaded.model.layers] != kinds
     untaught()
     assert [type(layer.self_attn) for layer in loaded.model.layers] == kinds

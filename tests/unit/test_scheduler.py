@@ -11,7 +11,7 @@ from simulation import MS, DelayedSource, House, SimulatedEngine, Stream, chunk_
 
 from draftwire.errors import InternalError
 from target_service.controller import Fixed
-from target_service.prefill import PrefillBudget, PrefillCosts, Waiting, whose_turn
+from target_service.prefill import Pace, PrefillBudget, PrefillCosts, Waiting, fills, whose_turn
 from target_service.window import Window
 
 LONG = 4000
@@ -164,7 +164,7 @@ def budget(**options: bool) -> PrefillBudget:
 
 
 def test_a_gap_holds_what_its_budget_says() -> None:
-    """A round of 60 ms leaves 99 ms: 36 tokens at first, fewer behind a long text, never none."""
+    """A round of 60 ms leaves 102 ms: 36 tokens at first, fewer behind a long text, never none."""
     gaps = budget()
     gaps.gap(0.060)
     first = gaps.chunk(4000, 0)
@@ -182,6 +182,37 @@ def test_a_gap_holds_what_its_budget_says() -> None:
     assert gaps.chunk(1, 0) == 1
     gaps.took(2, 0, 0.04)
     assert gaps.chunk(4000, 2) == 0
+
+
+def test_a_chunk_fills_the_tiles_of_its_forward() -> None:
+    """What a linear layer would be padded with costs nearly what it brings. A prompt's end is what it is."""
+    assert [rows for rows in range(1, 70) if fills(rows)] == [*range(1, 17), 20, 24, 28, 32, 36, 48, 52, 56, 60, 64]
+    for rows in (0, 3, 7, 8):
+        gaps = budget()
+        gaps.gap(0.060)
+        tokens = gaps.chunk(4000, 0, rows)
+        assert fills(rows + tokens)
+        assert 28 <= tokens <= 36
+        assert gaps.chunk(33, 0, rows) == 33
+    gaps = budget()
+    gaps.gap(0.001)
+    assert gaps.chunk(4000, 0, 33) == 2
+
+
+def test_what_streams_are_used_to_is_no_outlier_s_and_no_other_crowd_s() -> None:
+    pace = Pace()
+    assert pace.usual_s((1, 0)) is None
+    for number in range(9):
+        assert pace.usual_s((1, 0, 1)) is None
+        pace.observe((1, 0, 1), 1.0 if number == 4 else 0.040 + number * 1e-4)
+    assert pace.usual_s((1, 0, 1)) == pytest.approx(0.0404, abs=2e-4)
+    assert pace.usual_s((1, 0)) is None
+    assert pace.usual_s((4, 0, 1)) is None
+    for _ in range(500):
+        pace.observe((1, 0, 1), 0.050)
+    assert pace.usual_s((1, 0, 1)) == 0.050
+    pace.observe((1, 0), 0.030)
+    assert pace.usual_s((1, 0, 1)) is None
 
 
 def test_chunks_of_one_size_are_saved_for() -> None:
