@@ -19,6 +19,7 @@ MODEL = "smollm2-135m"
 _PROMPT = 4000
 _OTHERS = 7
 _BEFORE_S = 15.0
+_REPEATS = 3
 
 
 class _Stream(threading.Thread):
@@ -55,7 +56,7 @@ class _Stream(threading.Thread):
 
 
 def run(console: Console) -> Report:
-    """The prompt alone, then the streams alone, then both; greedy, without drafts."""
+    """The prompt alone, then the streams alone, then both; greedy, without drafts. Each figure is the median of the runs'."""
     threads = default_threads()
     config = ServicesConfig(model=MODEL, drafter="lookup", threads=threads)
     with Services(config, sink=lambda name, line: None) as services, Client(services.target_address) as client:
@@ -63,27 +64,46 @@ def run(console: Console) -> Report:
             client.tokenize(text="The keeper climbed the stairs and wrote the weather into a small green book. ")
         )
         prompt = (words * (_PROMPT // len(words) + 1))[:_PROMPT]
-        console.print("fairness: the prompt alone")
-        alone_s = _first_token_s(services.target_address, prompt)
-        console.print(f"fairness: {_OTHERS} streams alone")
-        streams = [_Stream(services.target_address, words[number:] + words, 3000) for number in range(_OTHERS)]
-        for stream in streams:
-            stream.start()
-        while any(len(stream.came_s) < 5 for stream in streams):
-            time.sleep(0.1)
-        began_s = time.perf_counter()
-        time.sleep(_BEFORE_S)
-        ended_s = time.perf_counter()
-        console.print("fairness: both")
-        beside_s = _first_token_s(services.target_address, prompt)
-        last_s = time.perf_counter()
-        for stream in streams:
-            stream.stopped = True
-        for stream in streams:
-            stream.join()
-        before = [gap for stream in streams for gap in stream.gaps_s(began_s, ended_s)]
-        during = [gap for stream in streams for gap in stream.gaps_s(ended_s, last_s)]
-    return _report(alone_s, beside_s, before, during, threads)
+        runs = [_run(services.target_address, words, prompt, console) for _ in range(_REPEATS)]
+    return _report(runs, threads)
+
+
+def _run(address: str, words: list[int], prompt: list[int], console: Console) -> dict[str, float]:
+    console.print("fairness: the prompt alone")
+    alone_s = _first_token_s(address, prompt)
+    console.print(f"fairness: {_OTHERS} streams alone")
+    streams = [_Stream(address, words[number:] + words, 3000) for number in range(_OTHERS)]
+    for stream in streams:
+        stream.start()
+    while any(len(stream.came_s) < 5 for stream in streams):
+        time.sleep(0.1)
+    began_s = time.perf_counter()
+    time.sleep(_BEFORE_S)
+    ended_s = time.perf_counter()
+    console.print("fairness: both")
+    beside_s = _first_token_s(address, prompt)
+    last_s = time.perf_counter()
+    for stream in streams:
+        stream.stopped = True
+    for stream in streams:
+        stream.join()
+    before = [gap for stream in streams for gap in stream.gaps_s(began_s, ended_s)]
+    during = [gap for stream in streams for gap in stream.gaps_s(ended_s, last_s)]
+    quiet_s, worst_s = statistics.median(before), _percentile(during, 0.99)
+    figures = {
+        "others_p99_over_p50": worst_s / quiet_s,
+        "prefill_vs_alone": beside_s / alone_s,
+        "others_p50_before_ms": quiet_s * 1e3,
+        "others_p99_before_ms": _percentile(before, 0.99) * 1e3,
+        "others_p50_during_ms": statistics.median(during) * 1e3,
+        "others_p99_during_ms": worst_s * 1e3,
+        "others_max_during_ms": max(during) * 1e3,
+        "prefill_alone_s": alone_s,
+        "prefill_beside_s": beside_s,
+        "gaps": len(during),
+    }
+    console.print({name: round(figure, 3) for name, figure in figures.items()})
+    return figures
 
 
 def _first_token_s(address: str, prompt: list[int]) -> float:
@@ -93,24 +113,21 @@ def _first_token_s(address: str, prompt: list[int]) -> float:
     return reader.came_s[0] - began_s
 
 
-def _report(alone_s: float, beside_s: float, before: list[float], during: list[float], threads: int) -> Report:
-    quiet_s, worst_s = statistics.median(before), _percentile(during, 0.99)
+def _report(runs: list[dict[str, float]], threads: int) -> Report:
     figures: dict[str, float | int | str] = {
-        "others_p99_over_p50": round(worst_s / quiet_s, 3),
-        "prefill_vs_alone": round(beside_s / alone_s, 3),
-        "others_p50_before_ms": round(quiet_s * 1e3, 1),
-        "others_p99_before_ms": round(_percentile(before, 0.99) * 1e3, 1),
-        "others_p50_during_ms": round(statistics.median(during) * 1e3, 1),
-        "others_p99_during_ms": round(worst_s * 1e3, 1),
-        "others_max_during_ms": round(max(during) * 1e3, 1),
-        "prefill_alone_s": round(alone_s, 2),
-        "prefill_beside_s": round(beside_s, 2),
-        "gaps": len(during),
+        name: round(statistics.median(one[name] for one in runs), 3) for name in runs[0]
     }
     return Report(
         name="fairness",
         figures=figures,
-        setting={"model": MODEL, "threads": threads, "prompt": _PROMPT, "streams": _OTHERS, "drafting": "off"},
+        setting={
+            "model": MODEL,
+            "threads": threads,
+            "prompt": _PROMPT,
+            "streams": _OTHERS,
+            "drafting": "off",
+            "runs": _REPEATS,
+        },
         columns=["figure", "value"],
         rows=[],
         bars={
