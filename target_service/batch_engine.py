@@ -21,7 +21,7 @@ from draftwire.own_row import OwnRow, grow_in_turn
 from draftwire.ragged import RaggedPool, flat
 from draftwire.rollback import Rollback
 from target_service.batch_choose import Part, PendingBatch
-from target_service.engine import Slot, raising
+from target_service.engine import Slot
 from target_service.params import Choosing
 from target_service.pooled_engine import Flight, PooledEngine, Undo, Work, seat_of
 from target_service.window import Choice, Window
@@ -60,11 +60,8 @@ class BatchEngine(PooledEngine[RaggedPool]):
         if not chunks or not self.reads_beside:
             queued = super().forward(windows, chunks)
         else:
-            try:
-                work, reads = self._to_run(windows), self._to_read(chunks)
-                queued = self._queued(lambda: self._forward_beside(work, reads))
-            except Exception as error:
-                return raising(error)
+            work, reads = self._to_run(windows), self._to_read(chunks)
+            queued = self._queued(lambda: self._forward_beside(work, reads))
         if idle:
             # The compute thread needs the interpreter to begin; whomever the event loop serves next would hold it meanwhile.
             time.sleep(_HEAD_START_S)

@@ -173,11 +173,8 @@ class Engine:
         """
         if chunks:
             return self._read_and_forward(windows, chunks)
-        try:
-            work = self._to_run(windows)
-            return self._queued(lambda: self._forward(work))
-        except Exception as error:
-            return raising(error)
+        work = self._to_run(windows)
+        return self._queued(lambda: self._forward(work))
 
     def _queued(self, job: Callable[[], list[Choice]]) -> Awaitable[list[Choice]]:
         # At once: a coroutine would wait until the event loop has served whoever was woken before.
@@ -426,8 +423,3 @@ class Engine:
             table[tokens] = time.perf_counter() - began_s
             self._drop(slot)
         return table
-
-
-async def raising(error: Exception) -> list[Choice]:
-    """Raises it where it is awaited."""
-    raise error

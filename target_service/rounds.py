@@ -119,9 +119,16 @@ def groups_of(scheduler: Scheduler, crowd: Crowd, ready: list[Sequence]) -> list
 
 
 def start(engine: Engine, group: Group, reads: Mapping[Sequence, int]) -> Awaitable[list[Choice]]:
-    """One forward of these windows, and of what is read of prompts beside them."""
-    chunks = {slot_of(one): one.next_ids(rows) for one, rows in reads.items()}
-    return engine.forward([window for _, window in group], chunks)
+    """One forward of these windows, and of what is read of prompts beside them. What fails, fails where it is awaited."""
+    try:
+        chunks = {slot_of(one): one.next_ids(rows) for one, rows in reads.items()}
+        return engine.forward([window for _, window in group], chunks)
+    except Exception as error:
+        return _raising(error)
+
+
+async def _raising(error: Exception) -> list[Choice]:
+    raise error
 
 
 def rows_of(group: Group) -> int:
