@@ -39,7 +39,7 @@ class SystemResolver:
         """Raises TimeoutError after `timeout_s`; a lookup that still hangs then is waited for again, not begun again."""
         key = (host, port)
         running = self._running.get(key)
-        if running is None:
+        if running is None or running.done():
             running = self._running[key] = asyncio.get_running_loop().create_future()
             running.add_done_callback(lambda done: self._ended(key, done))
             threading.Thread(target=_look_up, args=(host, port, running), daemon=True, name="resolve").start()
@@ -49,7 +49,8 @@ class SystemResolver:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
 
     def _ended(self, key: tuple[str, int], done: asyncio.Future[Addresses]) -> None:
-        del self._running[key]
+        if self._running.get(key) is done:
+            del self._running[key]
         if not done.cancelled():
             done.exception()  # one that came too late was nobody's
 
