@@ -258,7 +258,7 @@ async def test_company_and_cache_change_no_draft(kind: TinyKind, tight: bool, mo
     dice = random.Random(f"drafts of {kind}")
     async with desk(kind, monkeypatch, prompt_cache_bytes=2**22, tight=tight) as at:
         checked = reused = mixes = 0
-        while mixes < 6 or max(at.forwards) < (3 if tight else 5) or reused < 100:
+        while mixes < 6 or max(at.forwards) < (3 if tight else 5) or reused < 100 or checked <= 100:
             mixes += 1
             assert mixes <= 30, f"the mixes do not test what they are for: {max(at.forwards)} {reused}"
             writers = [Writer(at, number, dice) for number in range(dice.choice([1, 2, 4, 8, 8]))]
