@@ -49,14 +49,12 @@ def learn_beside(loaded: LoadedModel) -> str:
 
     Runs on the compute thread.
     """
-    reasons = [_learn(loaded, once=True)]
-    if reasons[0]:
-        # Latent attention, for one, has products of its own between projections and attention.
-        reasons.append(_learn(loaded, once=False))
-    return reasons[-1]
+    # Latent attention, for one, has products of its own between projections and attention: a call a segment.
+    return _learn(loaded, once=False) if _learn(loaded, once=True) else ""
 
 
 def _learn(loaded: LoadedModel, *, once: bool) -> str:
+    """As `learn_beside`, in one of the ways that `teach` has."""
     try:
         untaught = teach(loaded.model, once=once)
     except ValueError as error:

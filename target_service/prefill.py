@@ -17,8 +17,9 @@ from dataclasses import dataclass
 _BUDGET = 1.7
 _LONGEST_S = 0.4
 _REMEMBERED_ROUNDS = 9
-_USED_TO = 401, 9
-"""Rounds that say what streams are used to, at most and at least: of some seconds, since they slow down as they get longer."""
+_MOST_PACE_ROUNDS = 401
+_FEWEST_PACE_ROUNDS = 9
+"""Rounds that say what streams are used to: of some seconds, since they slow down as they get longer."""
 _TILE = 4
 _TILE_ROWS = 16
 """Rows of a linear layer's tile (`draftwire.blocks`): forwards of more are padded where their tiles would not be alike."""
@@ -78,10 +79,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._who: tuple[int, ...] = ()
-        self._seconds: deque[float] = deque(maxlen=_USED_TO[0])
+        self._seconds: deque[float] = deque(maxlen=_MOST_PACE_ROUNDS)
 
     def observe(self, who: tuple[int, ...], seconds: float) -> None:
-        """A round of `who`, which is any key: another one than last begins anew."""
+        """A round that took `seconds`. who: any key; another one than last begins anew."""
         if who != self._who:
             self._who = who
             self._seconds.clear()
@@ -89,7 +90,7 @@ class Pace:
 
     def usual_s(self, who: tuple[int, ...]) -> float | None:
         """The median, so that no outlier moves it; None where these have hardly decoded undisturbed."""
-        known = who == self._who and len(self._seconds) >= _USED_TO[1]
+        known = who == self._who and len(self._seconds) >= _FEWEST_PACE_ROUNDS
         return statistics.median(self._seconds) if known else None
 
 
@@ -126,9 +127,8 @@ class PrefillBudget:
             return tokens if self._costs.seconds(tokens, behind) <= self._left_s else 0
         fits = bisect_right(range(1, min(self._step, rest) + 1), self._left_s, key=self._after(behind))
         if fits >= min(_FEWEST, rest):
-            return (
-                fits if fits == rest else next(few for few in range(fits, 0, -1) if few <= _FEWEST or fills(rows + few))
-            )
+            full = (few for few in range(fits, 0, -1) if few <= _FEWEST or fills(rows + few))
+            return fits if fits == rest else next(full)
         return min(_FEWEST, rest) if self._read == 0 else 0
 
     def _after(self, behind: int) -> Callable[[int], float]:
